@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
@@ -33,6 +34,10 @@ class DraftRows:
     slot_ids: Tensor
     branch_ids: Tensor
     weights: Tensor
+
+
+# FSDP2 looks for the output tensors of a module in pytrees, to know when its backward begins
+pytree.register_dataclass(DraftRows)
 
 
 class Draft(nn.Module):

@@ -1,0 +1,250 @@
+"""The chunked head: one lm_head product a chunk of rows serves the policy's loss and every pass of the draft.
+
+    policy hidden [T, D] --(target rows)--> chunk --lm_head--> logits [c, V] --> policy logprobs --> policy loss
+                                                                  | detached
+                                                                  v teacher of the draft rows that point into the chunk
+    draft hidden [R, D] --(sorted by teacher row)--> chunk --draft lm_head--> draft logits --> draft loss
+
+Gradients of a chunk's logits are taken at once and folded into the gradients of the hidden rows and of the two head
+weights, so that no ``[rows, vocabulary]`` tensor outlives its chunk. The policy's chunks hold the policy's rows alone:
+their boundaries and their arithmetic do not know whether there is a draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.linear import Linear
+
+from specco.drafts.base import Draft, DraftRows
+from specco.losses import compute_draft_loss
+from specco.packing import PackedTokens
+
+PolicyLossFn = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(logprobs [r] with gradient, row values [r] by name) -> (loss sum, detached sums by name); never means."""
+
+
+class HeadLinear(Linear):
+    """torchtitan's ``Linear`` that can hand its weight to a function while its FSDP unit is unsharded."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: Tensor, head_fn: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+        """Return ``input @ weight.T``, or what ``head_fn(input, weight)`` makes of the two.
+
+        Args:
+            input: ``[..., D]``.
+            head_fn: called with the input and the full ``[V, D]`` weight; its one output tensor is returned.
+        """
+        return super().forward(input) if head_fn is None else head_fn(input, self.weight)
+
+
+@dataclass
+class HeadStats:
+    """What the head saw, all detached and local to this rank.
+
+    Args:
+        logprobs: ``[r]`` policy logprobs of the target rows, at the sampling temperature, in row order.
+        policy_sums: sums that the policy loss function reported, added up over chunks.
+        draft_sums: draft loss by slot, ``[num_slots]``, weighted sums.
+        draft_rows: per-row figures of the draft by name, ``[R]``, in the order of ``DraftRows``.
+    """
+
+    logprobs: Tensor
+    policy_sums: dict[str, Tensor] = field(default_factory=dict)
+    draft_sums: Tensor | None = None
+    draft_rows: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What the head is to compute of one microbatch.
+
+    Args:
+        tokens: the microbatch.
+        policy_loss_fn: None trains no policy (the draft's pre-training): its rows get no gradient.
+        policy_scale: factor of the policy's loss sum (one over the global count of target tokens).
+        draft_scale: factor of the draft's loss sum (its weight over the global sum of row weights).
+        temperature: of sampling; divides the policy's logits, not the teacher's.
+        chunk_rows: rows of one lm_head product.
+    """
+
+    tokens: PackedTokens
+    policy_loss_fn: PolicyLossFn | None
+    policy_scale: float = 1.0
+    draft_scale: float = 1.0
+    temperature: float = 1.0
+    chunk_rows: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.chunk_rows < 1:
+            raise ValueError(f"chunk_rows is {self.chunk_rows}; allowed are integers >= 1")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature is {self.temperature}; training needs one > 0, the one of the rollouts")
+
+
+class _LossWithGradients(torch.autograd.Function):
+    """Carry gradients that were computed in the forward into the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, compute: Callable[..., tuple[Tensor, list[Tensor | None]]], *inputs: Tensor | None) -> Tensor:
+        loss, grads = compute(*(None if x is None else x.detach() for x in inputs))
+        ctx.save_for_backward(*grads)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        grads = [None if g is None else g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
+        return (None, *grads)
+
+
+class _ChunkLoop:
+    """One run over the chunks; holds the gradient buffers and the statistics."""
+
+    def __init__(self, plan: HeadPlan, draft: Draft | None, rows: DraftRows | None) -> None:
+        self.plan, self.draft, self.rows = plan, draft, rows
+        self.target_rows = plan.tokens.is_target_row.nonzero().squeeze(1)
+        self.labels = plan.tokens.shift(plan.tokens.input_ids, 1, 0)[self.target_rows]
+        self.values = {name: plan.tokens.shift(v, 1, 0)[self.target_rows] for name, v in plan.tokens.row_values.items()}
+        self.stats = HeadStats(logprobs=torch.empty(0))
+        if rows is not None:
+            self.order = torch.argsort(rows.teacher_rows, stable=True)
+            self.teacher_index = torch.searchsorted(self.target_rows, rows.teacher_rows[self.order])
+            is_target = plan.tokens.is_target_row[rows.teacher_rows]
+            # such a row would be dropped without a word
+            assert bool(is_target.all()), "a draft row has a teacher row that is no target row of the policy"
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, draft_hidden: Tensor | None, draft_weight: Tensor | None
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        is_policy_trained = self.plan.policy_loss_fn is not None
+        grad_hidden = torch.zeros_like(hidden) if is_policy_trained else None
+        grad_weight = _zeros_for_sum(weight) if is_policy_trained else None
+        grad_draft_hidden = None if draft_hidden is None else torch.zeros_like(draft_hidden)
+        grad_draft_weight = None if draft_weight is None else _zeros_for_sum(draft_weight)
+        loss = hidden.new_zeros((), dtype=_accumulator_dtype(hidden.dtype))
+        logprobs = []
+        for start in range(0, self.target_rows.numel(), self.plan.chunk_rows):
+            chunk = slice(start, start + self.plan.chunk_rows)
+            rows = self.target_rows[chunk]
+            logits = hidden[rows] @ weight.t()
+            chunk_loss, chunk_logprobs, grad_logits = self._compute_policy(logits, chunk)
+            logprobs.append(chunk_logprobs)
+            loss += chunk_loss
+            if grad_logits is not None:
+                assert grad_hidden is not None and grad_weight is not None
+                grad_hidden[rows] = grad_logits @ weight
+                grad_weight += grad_logits.t() @ hidden[rows]
+            if draft_hidden is not None:
+                head = weight if draft_weight is None else draft_weight
+                loss += self._run_draft(logits, start, draft_hidden, head, grad_draft_hidden, grad_draft_weight)
+        self.stats.logprobs = torch.cat(logprobs) if logprobs else loss.new_zeros(0)
+        grads = [grad_hidden, grad_weight, grad_draft_hidden, grad_draft_weight]
+        inputs = [hidden, weight, draft_hidden, draft_weight]
+        return loss, [None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)]
+
+    def _compute_policy(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return (scaled loss, logprobs [c], gradient of the logits or None)."""
+        wide = logits.to(_accumulator_dtype(logits.dtype))
+        with torch.enable_grad():
+            leaf = wide.detach().requires_grad_()
+            tempered = leaf if self.plan.temperature == 1.0 else leaf / self.plan.temperature
+            picked = tempered.gather(1, self.labels[chunk, None]).squeeze(1)
+            logprobs = picked - torch.logsumexp(tempered, dim=1)
+            if self.plan.policy_loss_fn is None:
+                return wide.new_zeros(()), logprobs.detach(), None
+            values = {name: v[chunk] for name, v in self.values.items()}
+            loss_sum, sums = self.plan.policy_loss_fn(logprobs, values)
+            loss = loss_sum * self.plan.policy_scale
+            (grad,) = torch.autograd.grad(loss, leaf)
+        for name, value in sums.items():
+            self.stats.policy_sums[name] = self.stats.policy_sums.get(name, 0) + value
+        return loss.detach(), logprobs.detach(), grad.to(logits.dtype)
+
+    def _run_draft(
+        self,
+        logits: Tensor,
+        start: int,
+        draft_hidden: Tensor,
+        head: Tensor,
+        grad_hidden: Tensor | None,
+        grad_head: Tensor | None,
+    ) -> Tensor:
+        """Add the draft rows whose teacher lies in this chunk, ``chunk_rows`` at a time; return the loss."""
+        assert self.rows is not None and self.draft is not None and grad_hidden is not None
+        bounds = torch.tensor([start, start + logits.shape[0]], device=self.teacher_index.device)
+        first, last = torch.searchsorted(self.teacher_index, bounds).tolist()
+        total = logits.new_zeros((), dtype=_accumulator_dtype(logits.dtype))
+        for begin in range(first, last, self.plan.chunk_rows):
+            picked = self.order[begin : min(begin + self.plan.chunk_rows, last)]
+            teacher = logits[self.teacher_index[begin : begin + picked.numel()] - start]
+            rows = draft_hidden[picked]
+            with torch.enable_grad():
+                leaf = (rows @ head.t()).detach().requires_grad_()
+                loss_sums, row_stats = compute_draft_loss(
+                    leaf,
+                    teacher,
+                    labels=self.rows.labels[picked],
+                    weights=self.rows.weights[picked],
+                    slot_ids=self.rows.slot_ids[picked],
+                    num_slots=self.draft.num_slots,
+                )
+                loss = loss_sums.sum() * self.plan.draft_scale
+                (grad,) = torch.autograd.grad(loss, leaf)
+            grad = grad.to(head.dtype)
+            grad_hidden[picked] = grad @ head
+            if grad_head is not None:
+                grad_head += grad.t() @ rows
+            self._add_draft_stats(loss_sums.detach(), row_stats, picked, draft_hidden.shape[0])
+            total += loss.detach()
+        return total
+
+    def _add_draft_stats(self, loss_sums: Tensor, row_stats: dict[str, Tensor], picked: Tensor, num_rows: int) -> None:
+        self.stats.draft_sums = loss_sums if self.stats.draft_sums is None else self.stats.draft_sums + loss_sums
+        for name, value in row_stats.items():
+            if name not in self.stats.draft_rows:
+                self.stats.draft_rows[name] = value.new_full((num_rows,), float("nan"))
+            self.stats.draft_rows[name][picked] = value
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _zeros_for_sum(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight, dtype=_accumulator_dtype(weight.dtype))
+
+
+def compute_head_loss(
+    lm_head: HeadLinear, hidden: Tensor, plan: HeadPlan, draft: Draft | None = None, rows: DraftRows | None = None
+) -> tuple[Tensor, HeadStats]:
+    """Compute ``policy_scale * policy loss sum + draft_scale * draft loss sum`` chunk by chunk, ready for ``backward``.
+
+    Args:
+        lm_head: the policy's head; called once, so that FSDP gathers its weight once and reduces its gradient once.
+        hidden: ``[1, T, D]``, the policy's final normalised hidden rows.
+        plan: what to compute.
+        draft: the draft whose rows are given; its own ``lm_head`` weight must be unsharded now.
+        rows: the draft's rows, or None: the policy alone.
+
+    Returns:
+        (loss scalar in the accumulator type, statistics). No collective of its own besides those of FSDP.
+    """
+    loop = _ChunkLoop(plan, draft, rows)
+    draft_hidden = None if rows is None else rows.hidden
+    draft_weight = None if draft is None or rows is None or draft.lm_head is None else draft.lm_head.weight
+
+    def run(flat: Tensor, weight: Tensor) -> Tensor:
+        return _LossWithGradients.apply(loop, flat, weight, draft_hidden, draft_weight)
+
+    loss = lm_head(hidden.flatten(0, 1), head_fn=run)
+    if rows is not None and draft is not None and loop.stats.draft_sums is None:
+        loop.stats.draft_sums = loss.new_zeros(draft.num_slots)
+    return loss, loop.stats
