@@ -1,0 +1,218 @@
+"""The policy: torchtitan's Qwen3 with taps on its layers and a draft model as a submodule.
+
+    tokens -> tok_embeddings -> layer 0 -> ... -> layer n-1 -> norm -> hidden -> (lm_head, applied by the chunked head)
+                   | detached      | detached, where j is in target_layer_ids
+                   v               v
+                 embeddings      taps  ->  draft  ->  DraftRows
+
+Taps are taken between the layers, outside of what activation checkpointing recomputes. The policy's own arithmetic does
+not know whether there is a draft: it reads detached tensors, and its parameters are initialised after the policy's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common import CosSinRoPE, Embedding
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.protocols.module import Module
+
+from specco.drafts.base import Draft, DraftRows
+from specco.packing import PackedTokens
+from specco.titan.attention import PackedAttention, PackedMasks
+from specco.titan.head import HeadLinear
+
+
+class AnyDtypeRoPE(CosSinRoPE):
+    """torchtitan's ``CosSinRoPE`` without the cast to float32, so that a float64 model is float64 throughout.
+
+    Type promotion with the float32 cache makes the same float32 arithmetic of float32 and bfloat16 inputs, bit for bit.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate halves of the head size.
+
+        Args:
+            query: ``[B, L, N, H]``.
+            key: ``[B, L, K, H]``.
+            rope_cache: ``[1 or B, L, 1, 2 * H]``, cosines then sines.
+
+        Returns:
+            The rotated two, of their own dtype.
+        """
+        cos, sin = rope_cache.chunk(2, dim=-1)
+        query_out = query * cos + CosSinRoPE._rotate_half(query) * sin
+        key_out = key * cos + CosSinRoPE._rotate_half(key) * sin
+        return query_out.type_as(query), key_out.type_as(key)
+
+
+class Qwen3Policy(Qwen3Model):
+    """Qwen3 with taps; without a draft it computes what torchtitan's ``Qwen3Model`` computes."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        draft: Any = None
+        """Config of the draft, with ``build() -> Draft``, or None. Its ``target_layer_ids`` say where the taps are."""
+
+        is_frozen: bool = False
+        """Whether the policy's own parameters take no gradient (pre-training of the draft)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.is_frozen:
+            self.requires_grad_(False)
+        self.draft: Draft | None = None if config.draft is None else config.draft.build()
+        if self.draft is not None:
+            _check_target_layer_ids(self.draft.target_layer_ids, len(config.layers))
+
+    def verify_module_protocol(self) -> None:
+        """Check that every submodule but the draft, which needs no torchtitan, is a torchtitan ``Module``."""
+        draft, self.draft = self.draft, None
+        try:
+            super().verify_module_protocol()
+        finally:
+            self.draft = draft
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        super().init_states(buffer_device=buffer_device)
+        if self.draft is not None:
+            self.draft.init_weights()
+
+    def forward(  # pyrefly: ignore[bad-override]
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_masks: PackedMasks | None = None,
+        draft_tokens: PackedTokens | None = None,
+    ) -> Tensor | tuple[Tensor, DraftRows]:
+        """Run the policy and, where ``draft_tokens`` are given, the draft on its taps.
+
+        Args:
+            tokens: int64 ``[B, L]``, this rank's rows in layout order.
+            positions: int64 ``[B, L]``, position of each token in its document; None: every row is one document.
+            attention_masks: layout and group of the packed rows; None builds them from ``positions``.
+            draft_tokens: the packed microbatch, global; None leaves the draft out.
+
+        Returns:
+            Logits ``[B, L, V]``, or the final normalised hidden rows ``[B, L, D]`` where ``_skip_lm_head`` is set; with
+            ``draft_tokens`` the pair of it and the draft's rows.
+
+        Raises:
+            ValueError: ``draft_tokens`` for a policy without a draft.
+        """
+        if attention_masks is None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+            attention_masks = PackedMasks.from_positions(positions)
+        tapped = self._tapped_layers(draft_tokens)
+        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        embeddings = h.detach()
+        taps = []
+        for name, layer in self.layers.items():
+            h = layer(h, attention_masks, positions)
+            if name in tapped:
+                taps.append(h.detach())
+        h = self.norm(h) if self.norm is not None else h
+        out = h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
+        if draft_tokens is None:
+            return out
+        assert self.draft is not None
+        rows = self.draft(
+            torch.cat(taps, dim=-1).flatten(0, 1),
+            embeddings.flatten(0, 1),
+            draft_tokens,
+            attention_masks.layout,
+            attention_masks.group,
+        )
+        return out, rows
+
+    def _tapped_layers(self, draft_tokens: PackedTokens | None) -> frozenset[str]:
+        if draft_tokens is None:
+            return frozenset()
+        if self.draft is None:
+            raise ValueError("draft_tokens given to a policy without a draft; set Config.draft")
+        return frozenset(str(layer_id) for layer_id in self.draft.target_layer_ids)
+
+
+def _check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
+    if list(ids) != sorted(set(ids)) or not ids or not (ids[0] >= 0 and ids[-1] < num_layers):
+        raise ValueError(f"target_layer_ids is {ids}; allowed are ascending layers of 0 .. {num_layers - 1}, each once")
+
+
+def make_qwen3_config(
+    *,
+    vocab_size: int,
+    num_layers: int,
+    dim: int,
+    hidden_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rope_theta: float = 1_000_000.0,
+    max_seq_len: int = 40960,
+    norm_eps: float = 1e-6,
+    init_std: float = 0.02,
+) -> Qwen3Policy.Config:
+    """Build the config of a dense Qwen3 policy with packed attention, untied, without a draft.
+
+    Args:
+        vocab_size: rows of the embedding and of the head.
+        num_layers: decoder layers.
+        dim: model width.
+        hidden_dim: width of the MLP.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: size of one head.
+        rope_theta: RoPE base.
+        max_seq_len: longest document, in tokens.
+        norm_eps: of every RMSNorm.
+        init_std: of the normal distribution that every matrix is drawn from.
+    """
+    matrix_init = {"weight": partial(nn.init.normal_, std=init_std)}
+
+    def norm(size: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size, eps=norm_eps, param_init={"weight": nn.init.ones_})
+
+    def attention() -> Module.Config:
+        return make_gqa_config(
+            dim=dim,
+            n_heads=num_heads,
+            n_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            wqkv_param_init=matrix_init,
+            wo_param_init=matrix_init,
+            inner_attention=PackedAttention.Config(),
+            fuse_qkv=True,
+            rope=AnyDtypeRoPE.Config(dim=head_dim, max_seq_len=max_seq_len, theta=rope_theta),
+            qk_norm=norm(head_dim),
+        )
+
+    def layer() -> Qwen3TransformerBlock.Config:
+        return Qwen3TransformerBlock.Config(
+            attention_norm=norm(dim),
+            ffn_norm=norm(dim),
+            attention=attention(),  # pyrefly: ignore[bad-argument-type]
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=hidden_dim, w1_param_init=matrix_init, w2w3_param_init=matrix_init
+            ),
+        )
+
+    return Qwen3Policy.Config(
+        vocab_size=vocab_size,
+        dim=dim,
+        norm=norm(dim),
+        tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=matrix_init),
+        lm_head=HeadLinear.Config(in_features=dim, out_features=vocab_size, param_init=matrix_init),
+        layers=[layer() for _ in range(num_layers)],
+    )
