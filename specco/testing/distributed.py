@@ -1,0 +1,40 @@
+"""Spawned process groups for tests: the one importer of torch's own test harness."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+from torch.testing._internal.common_distributed import MultiProcContinuousTest
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+
+__all__ = ["GlooTestCase", "instantiate_parametrized_tests", "parametrize"]
+
+
+class GlooTestCase(MultiProcContinuousTest):
+    """Tests run by every rank of one gloo group, whose processes are spawned once per class.
+
+    Subclasses set ``world_size`` (at most 4). Each rank computes on one thread, and a collective that some rank never
+    joins fails after 60 seconds. Parametrise with torch's ``parametrize`` and ``instantiate_parametrized_tests``:
+    pytest's own does not reach unittest classes.
+    """
+
+    timeout = timedelta(seconds=60)
+
+    @classmethod
+    def backend_str(cls) -> str:
+        return "gloo"
+
+    @classmethod
+    def device_type(cls) -> str:
+        return "cpu"
+
+    @classmethod
+    def _spawn_processes(cls, world_size: int) -> None:
+        before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        super()._spawn_processes(world_size)
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
