@@ -24,6 +24,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
 from specco.drafts.base import Draft, DraftRows
+from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 from specco.titan.attention import PackedAttention, PackedMasks
 from specco.titan.head import HeadLinear
@@ -94,28 +95,24 @@ class Qwen3Policy(Qwen3Model):
         tokens: Tensor,
         positions: Tensor | None = None,
         attention_masks: PackedMasks | None = None,
-        draft_tokens: PackedTokens | None = None,
-    ) -> Tensor | tuple[Tensor, DraftRows]:
-        """Run the policy and, where ``draft_tokens`` are given, the draft on its taps.
+        packed_tokens: PackedTokens | None = None,
+    ) -> Tensor | tuple[Tensor, DraftRows | None]:
+        """Run the policy as torchtitan's trainer does, or, given ``packed_tokens``, up to the chunked head.
 
         Args:
             tokens: int64 ``[B, L]``, this rank's rows in layout order.
             positions: int64 ``[B, L]``, position of each token in its document; None: every row is one document.
-            attention_masks: layout and group of the packed rows; None builds them from ``positions``.
-            draft_tokens: the packed microbatch, global; None leaves the draft out.
+            attention_masks: of the packed rows; None: one rank, from ``packed_tokens`` or ``positions``.
+            packed_tokens: the packed microbatch, global, of which ``tokens`` are this rank's rows.
 
         Returns:
-            Logits ``[B, L, V]``, or the final normalised hidden rows ``[B, L, D]`` where ``_skip_lm_head`` is set; with
-            ``draft_tokens`` the pair of it and the draft's rows.
-
-        Raises:
-            ValueError: ``draft_tokens`` for a policy without a draft.
+            Without ``packed_tokens``: logits ``[B, L, V]``, or the final normalised hidden rows ``[B, L, D]`` where
+            ``_skip_lm_head`` is set. With them: the hidden rows, and the draft's rows or None where there is no draft.
         """
         if attention_masks is None:
-            if positions is None:
-                positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-            attention_masks = PackedMasks.from_positions(positions)
-        tapped = self._tapped_layers(draft_tokens)
+            attention_masks = _build_masks(tokens, positions, packed_tokens)
+        is_tapped = packed_tokens is not None and self.draft is not None
+        tapped = {str(layer_id) for layer_id in self.draft.target_layer_ids} if is_tapped else set()
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         embeddings = h.detach()
         taps = []
@@ -124,25 +121,21 @@ class Qwen3Policy(Qwen3Model):
             if name in tapped:
                 taps.append(h.detach())
         h = self.norm(h) if self.norm is not None else h
-        out = h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
-        if draft_tokens is None:
-            return out
-        assert self.draft is not None
-        rows = self.draft(
-            torch.cat(taps, dim=-1).flatten(0, 1),
-            embeddings.flatten(0, 1),
-            draft_tokens,
-            attention_masks.layout,
-            attention_masks.group,
-        )
-        return out, rows
-
-    def _tapped_layers(self, draft_tokens: PackedTokens | None) -> frozenset[str]:
-        if draft_tokens is None:
-            return frozenset()
+        if packed_tokens is None:
+            return h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
         if self.draft is None:
-            raise ValueError("draft_tokens given to a policy without a draft; set Config.draft")
-        return frozenset(str(layer_id) for layer_id in self.draft.target_layer_ids)
+            return h, None
+        layout, group = attention_masks
+        rows = self.draft(torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1), packed_tokens, layout, group)
+        return h, rows
+
+
+def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: PackedTokens | None) -> PackedMasks:
+    if packed_tokens is not None:
+        return PackedMasks(PackedLayout.build(packed_tokens.cu_seqlens))
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+    return PackedMasks.from_positions(positions)
 
 
 def _check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
