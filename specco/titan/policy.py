@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,15 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
 from specco.drafts.base import Draft, DraftRows
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.drafts.eagle3.model import Eagle3Draft
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 from specco.titan.attention import PackedAttention, PackedMasks
 from specco.titan.head import HeadLinear
+
+DRAFT_CLASSES: dict[type, type[Draft]] = {Eagle3Config: Eagle3Draft}
+"""The draft that each config stands for."""
 
 
 class AnyDtypeRoPE(CosSinRoPE):
@@ -63,8 +67,8 @@ class Qwen3Policy(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        draft: Any = None
-        """Config of the draft, with ``build() -> Draft``, or None. Its ``target_layer_ids`` say where the taps are."""
+        draft: Eagle3Config | None = None
+        """The draft to carry; its ``target_layer_ids`` say where the taps are. None: no draft, no taps."""
 
         is_frozen: bool = False
         """Whether the policy's own parameters take no gradient (pre-training of the draft)."""
@@ -73,9 +77,10 @@ class Qwen3Policy(Qwen3Model):
         super().__init__(config)
         if config.is_frozen:
             self.requires_grad_(False)
-        self.draft: Draft | None = None if config.draft is None else config.draft.build()
-        if self.draft is not None:
-            _check_target_layer_ids(self.draft.target_layer_ids, len(config.layers))
+        self.draft: Draft | None = None if config.draft is None else DRAFT_CLASSES[type(config.draft)](config.draft)
+        num_layers = len(config.layers)
+        if self.draft is not None and max(self.draft.target_layer_ids) >= num_layers:
+            raise ValueError(f"target_layer_ids is {self.draft.target_layer_ids}; the policy has {num_layers} layers")
 
     def verify_module_protocol(self) -> None:
         """Check that every submodule but the draft, which needs no torchtitan, is a torchtitan ``Module``."""
@@ -136,11 +141,6 @@ def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: Packed
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
     return PackedMasks.from_positions(positions)
-
-
-def _check_target_layer_ids(ids: tuple[int, ...], num_layers: int) -> None:
-    if list(ids) != sorted(set(ids)) or not ids or not (ids[0] >= 0 and ids[-1] < num_layers):
-        raise ValueError(f"target_layer_ids is {ids}; allowed are ascending layers of 0 .. {num_layers - 1}, each once")
 
 
 def make_qwen3_config(

@@ -7,6 +7,7 @@ from typing import Any
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
+from specco.drafts.eagle3.config import Eagle3Config
 from specco.titan.parallelize import parallelize_policy
 from specco.titan.policy import Qwen3Policy, make_qwen3_config
 
@@ -18,7 +19,7 @@ FLAVORS: dict[str, dict[str, Any]] = {
 """Sizes by name, arguments of ``make_qwen3_config``; all have a vocabulary of 64 and RoPE base 10,000."""
 
 
-def model_registry(flavor: str, *, draft: Any = None, is_frozen: bool = False) -> ModelSpec:
+def model_registry(flavor: str, *, draft: Eagle3Config | None = None, is_frozen: bool = False) -> ModelSpec:
     """Return the spec of a flavour.
 
     Args:
@@ -36,7 +37,7 @@ def model_registry(flavor: str, *, draft: Any = None, is_frozen: bool = False) -
 
 
 def make_model_spec(
-    config: Qwen3Policy.Config, *, flavor: str, draft: Any = None, is_frozen: bool = False
+    config: Qwen3Policy.Config, *, flavor: str, draft: Eagle3Config | None = None, is_frozen: bool = False
 ) -> ModelSpec:
     """Wrap a policy's config, one read from a Hugging Face directory for instance, into torchtitan's ``ModelSpec``.
 
