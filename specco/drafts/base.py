@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from specco.ops.layout import PackedLayout
@@ -38,6 +41,22 @@ class DraftRows:
 
 # FSDP2 looks for the output tensors of a module in pytrees, to know when its backward begins
 pytree.register_dataclass(DraftRows)
+
+
+def concat_rows(parts: Sequence[DraftRows]) -> DraftRows:
+    """Return the rows of ``parts``, one part after the other."""
+    return DraftRows(**{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(DraftRows)})
+
+
+def fill_normal(parameter: Tensor, std: float) -> None:
+    """Fill a parameter, sharded or not, from N(0, ``std`` squared), the same values for any sharding.
+
+    Every rank draws the whole tensor from its default generator and keeps its shard, so generators must agree.
+    """
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device).normal_(std=std)
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(whole)
 
 
 class Draft(nn.Module):

@@ -1,0 +1,230 @@
+"""The EAGLE-3 network and its unroll, the training-time test (TTT).
+
+Pass 1 runs the one decoder layer over every row: its keys and values are the trunk. Pass d > 1 runs the same layer
+again on its own previous output; the query of anchor i sees the trunk up to i and the keys that passes 2..d made at
+the same anchor, which are its branch. For a document of 4 rows and pass 3 (columns: keys):
+
+              trunk (pass 1)    branch, pass 2     branch, pass 3
+    anchor     0  1  2  3         0  1  2  3         0  1  2  3
+      0        1  .  .  .         1  .  .  .         1  .  .  .
+      1        1  1  .  .         .  1  .  .         .  1  .  .
+      2        1  1  1  .         .  .  1  .         .  .  1  .
+      3        1  1  1  1         .  .  .  1         .  .  .  1
+
+This is what a served draft computes when it drafts d tokens from row i, with the policy's tokens in place of its own.
+
+Names of parameters are those of the checkpoint.
+
+Source: EAGLE-3 (arXiv 2503.01840), sections 3.1 and 3.2; layer and names as vLLM 0.32 serves them
+(``model_executor/models/llama_eagle3.py``). We differ: documents are packed, and the rotary angles are float32 (float64
+for float64 models) whatever the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specco.drafts.base import Draft, DraftRows, concat_rows, fill_normal
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.drafts.eagle3.loss import build_pass_rows, find_trained_anchors, sum_pass_weights
+from specco.ops.branch_attention import Trunk
+from specco.ops.layout import PackedLayout
+from specco.packing import PackedTokens
+
+AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q ``[T, N, H]``, k ``[T, K, H]``, v ``[T, K, H]``) of one pass -> attention output ``[T, N, H]``."""
+
+
+class TttAttention:
+    """Attention of the passes, called once a pass: the first call makes the trunk, later ones add a branch key."""
+
+    def __init__(self, layout: PackedLayout, group: dist.ProcessGroup | None) -> None:
+        self.layout = layout
+        self.group = group
+        self.trunk: Trunk | None = None
+        self.branch_keys: list[Tensor] = []
+        self.branch_values: list[Tensor] = []
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.trunk is None:
+            self.trunk = Trunk(k, v, self.layout, self.group)
+            branch_k = branch_v = None
+        else:
+            self.branch_keys.append(k)
+            self.branch_values.append(v)
+            branch_k, branch_v = torch.stack(self.branch_keys, dim=1), torch.stack(self.branch_values, dim=1)
+        out = self.trunk.attend(q.unsqueeze(1), branch_k, branch_v, trunk_inclusive=True)
+        assert isinstance(out, Tensor)
+        return out.squeeze(1)
+
+
+def apply_rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate ``x`` ``[T, heads, H]`` to ``positions`` int64 ``[T]``; pairs are (j, j + H/2), as in Llama."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, device=x.device, dtype=dtype) / half
+    angles = (positions.to(dtype)[:, None] * theta**-exponents)[:, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.to(dtype).split(half, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of the one layer; their widths give the number of heads, so they may be sharded by heads."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.rope_theta = config.rope_theta
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(2 * config.hidden_size, query_width, bias=False)
+        self.k_proj = nn.Linear(2 * config.hidden_size, key_width, bias=False)
+        self.v_proj = nn.Linear(2 * config.hidden_size, key_width, bias=False)
+        self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, positions: Tensor, attend_fn: AttendFn) -> Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
+        return self.o_proj(attend_fn(q, k, v).flatten(-2))
+
+
+class Eagle3MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Eagle3DecoderLayer(nn.Module):
+    """The one layer: attention over (embedding, hidden), then the MLP, with residuals of the hidden alone."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Eagle3Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Eagle3MLP(config)
+
+    def forward(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, attend_fn: AttendFn) -> Tensor:
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
+        residual = residual + self.self_attn(x, positions, attend_fn)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3Draft(Draft):
+    """EAGLE-3: one decoder layer over fused taps, with its own ``lm_head``.
+
+    vLLM makes one module of the two heads if the draft's equals the policy's when an engine starts; a refit of the
+    draft would then overwrite the policy's head. So ``init_weights`` draws the draft's head at random and never copies
+    the policy's.
+    """
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.target_layer_ids = tuple(config.target_layer_ids)
+        self.num_slots = config.ttt_steps
+        num_taps, eps = len(config.target_layer_ids), config.rms_norm_eps
+        self.input_norm = nn.RMSNorm(num_taps * config.hidden_size, eps=eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(nn.RMSNorm(config.hidden_size, eps=eps) for _ in range(num_taps)) if config.fc_norm else None
+        )
+        self.fc = nn.Linear(num_taps * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3DecoderLayer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw the matrices from N(0, 1 / fan_in) and set the norms to one.
+
+        Each rank draws whole matrices and keeps its shard: ranks whose default generators agree get the values of one
+        rank.
+        """
+        for parameter in self.parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(1.0)
+            else:
+                fill_normal(parameter, std=parameter.shape[1] ** -0.5)
+
+    def sum_loss_weights(self, tokens: PackedTokens) -> Tensor:
+        return sum_pass_weights(tokens, self.config.ttt_steps, self.config.loss_decay)
+
+    def forward(
+        self,
+        taps: Tensor,
+        embeddings: Tensor,
+        tokens: PackedTokens,
+        layout: PackedLayout,
+        group: dist.ProcessGroup | None = None,
+    ) -> DraftRows:
+        """Run the passes; see ``Draft.forward``.
+
+        Raises:
+            ValueError: a layout of other tokens, or a document longer than ``max_position_embeddings``.
+        """
+        if not torch.equal(layout.cu_seqlens, tokens.cu_seqlens):
+            raise ValueError(
+                f"layout has cu_seqlens {layout.cu_seqlens.tolist()}, but tokens {tokens.cu_seqlens.tolist()}; "
+                "the two must be equal"
+            )
+        longest = int(torch.diff(tokens.cu_seqlens).max())
+        if longest > self.config.max_position_embeddings:
+            raise ValueError(
+                f"a document has {longest} tokens; the draft allows max_position_embeddings="
+                f"{self.config.max_position_embeddings}"
+            )
+        global_rows = layout.on_device("global_rows", taps.device)
+        positions = layout.on_device("position_ids", taps.device)
+        attend_fn = TttAttention(layout, group)
+        hidden = self._fuse_taps(taps)
+        passes = []
+        for ttt_pass in range(1, self.config.ttt_steps + 1):
+            next_embeddings = fetch_next_embeddings(embeddings, tokens, layout, ttt_pass, group)
+            hidden = self.midlayer(next_embeddings, hidden, positions + (ttt_pass - 1), attend_fn)
+            is_trained = find_trained_anchors(tokens, ttt_pass)[global_rows] & (global_rows >= 0)
+            picked = is_trained.nonzero().squeeze(1)
+            if self.config.norm_output:
+                hidden = self.norm(hidden)
+                outputs = hidden.index_select(0, picked)
+            else:
+                outputs = self.norm(hidden.index_select(0, picked))
+            passes.append(build_pass_rows(outputs, global_rows[picked], tokens, ttt_pass, self.config.loss_decay))
+        return concat_rows(passes)
+
+    def _fuse_taps(self, taps: Tensor) -> Tensor:
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            chunks = taps.chunk(len(self.fc_norm), dim=-1)
+            taps = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(taps)
+
+
+def fetch_next_embeddings(
+    embeddings: Tensor, tokens: PackedTokens, layout: PackedLayout, distance: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Return ``[T, D]``: for each local row i the embedding of token i + distance of its document, else that of row i.
+
+    Rows at the end of a document predict nothing in this pass or a later one, so what they read does not matter.
+    """
+    own_rows = torch.arange(tokens.num_tokens, device=tokens.input_ids.device)
+    next_rows = tokens.shift(own_rows, distance, -1)
+    next_rows = torch.where(next_rows < 0, own_rows, next_rows)
+    return embeddings[next_rows]

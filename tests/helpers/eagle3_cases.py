@@ -1,0 +1,118 @@
+"""Tiny EAGLE-3 drafts and documents with everything that a policy would give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specco.drafts.base import DraftRows
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.drafts.eagle3.model import Eagle3Draft
+from specco.losses import compute_draft_loss
+from specco.ops.layout import PackedLayout
+from specco.packing import PackedTokens, pack_documents
+
+VOCAB_SIZE = 11
+HIDDEN_SIZE = 12
+
+
+def make_config(**changes: Any) -> Eagle3Config:
+    fields: dict[str, Any] = {
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 20,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 6,
+        "vocab_size": VOCAB_SIZE,
+        "target_layer_ids": (1, 3, 6),
+        "rope_theta": 100.0,
+        "loss_decay": 0.5,
+    }
+    return Eagle3Config(**(fields | changes))
+
+
+def make_draft(config: Eagle3Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> Eagle3Draft:
+    """Return a draft with random weights, norms included, so that no weight can be left out unnoticed."""
+    generator = torch.Generator().manual_seed(seed)
+    draft = Eagle3Draft(config).to(dtype)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else noise / parameter.shape[1] ** 0.5)
+    return draft
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one document and what the policy computes for them: taps, embeddings, logits."""
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    taps: Tensor
+    embeddings: Tensor
+    policy_logits: Tensor
+
+
+def make_embedding_table(seed: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+
+
+def make_document(length: int, num_prompt_tokens: int, seed: int, num_taps: int = 3) -> Document:
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(VOCAB_SIZE, (length,), generator=generator)
+    return Document(
+        input_ids=input_ids,
+        loss_mask=torch.arange(length) >= num_prompt_tokens,
+        taps=torch.randn(length, num_taps * HIDDEN_SIZE, generator=generator, dtype=torch.float64),
+        embeddings=make_embedding_table()[input_ids],
+        policy_logits=2 * torch.randn(length, VOCAB_SIZE, generator=generator, dtype=torch.float64),
+    )
+
+
+def pack(documents: Sequence[Document]) -> PackedTokens:
+    (tokens,) = pack_documents(
+        [d.input_ids for d in documents], [d.loss_mask for d in documents], max_tokens=sum(map(_length, documents))
+    )
+    return tokens
+
+
+def _length(document: Document) -> int:
+    return document.input_ids.numel()
+
+
+def run_draft(draft: Eagle3Draft, documents: Sequence[Document]) -> DraftRows:
+    """Run all documents packed into one microbatch, at one rank."""
+    tokens = pack(documents)
+    dtype = draft.fc.weight.dtype
+    taps = torch.cat([d.taps for d in documents]).to(dtype)
+    embeddings = torch.cat([d.embeddings for d in documents]).to(dtype)
+    return draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens))
+
+
+def compute_loss_sums(draft: Eagle3Draft, documents: Sequence[Document]) -> Tensor:
+    """Return the loss sums ``[num_slots]`` of one microbatch."""
+    rows = run_draft(draft, documents)
+    logits = draft.lm_head(rows.hidden)
+    teacher = torch.cat([d.policy_logits for d in documents]).to(logits.dtype)[rows.teacher_rows]
+    loss_sums, _ = compute_draft_loss(
+        logits,
+        teacher,
+        labels=rows.labels,
+        weights=rows.weights,
+        slot_ids=rows.slot_ids,
+        num_slots=draft.num_slots,
+    )
+    return loss_sums
+
+
+def compute_gradients(draft: Eagle3Draft, microbatches: Sequence[Sequence[Document]]) -> dict[str, Tensor]:
+    """Return the gradients of the loss summed over slots and microbatches, by parameter."""
+    draft.zero_grad(set_to_none=True)
+    for documents in microbatches:
+        compute_loss_sums(draft, documents).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}

@@ -1,0 +1,124 @@
+"""The soft cross-entropy of a draft: values, gradient, statistics, no rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from specco.losses import compute_draft_loss
+
+
+def make_rows(num_rows: int, vocab_size: int = 13, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | int]:
+    generator = torch.Generator().manual_seed(num_rows)
+    return {
+        "draft_logits": 2 * torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64).to(dtype),
+        "teacher_logits": 2 * torch.randn(num_rows, vocab_size, generator=generator, dtype=torch.float64).to(dtype),
+        "labels": torch.randint(vocab_size, (num_rows,), generator=generator),
+        "weights": torch.rand(num_rows, generator=generator, dtype=torch.promote_types(dtype, torch.float32)),
+        "slot_ids": torch.randint(3, (num_rows,), generator=generator),
+        "num_slots": 4,
+    }
+
+
+def compute(rows: dict) -> tuple[Tensor, dict[str, Tensor]]:
+    rest = {name: rows[name] for name in ("labels", "weights", "slot_ids", "num_slots")}
+    return compute_draft_loss(rows["draft_logits"], rows["teacher_logits"], **rest)
+
+
+class TestValues:
+    def test_sums_and_statistics_row_by_row(self):
+        rows = make_rows(20)
+        loss_sums, stats = compute(rows)
+        expected = [0.0] * 4
+        for i in range(20):
+            p, q = rows["teacher_logits"][i].softmax(0), rows["draft_logits"][i].softmax(0)
+            expected[rows["slot_ids"][i]] += float(rows["weights"][i] * -(p * q.log()).sum())
+            label = rows["labels"][i]
+            assert float(stats["tv"][i]) == pytest.approx(float((p - q).abs().sum() / 2), abs=1e-12)
+            assert float(stats["tv"][i]) == pytest.approx(1 - float(torch.minimum(p, q).sum()), abs=1e-12)
+            assert float(stats["label_acceptance"][i]) == pytest.approx(min(1.0, float(q[label] / p[label])), abs=1e-12)
+            assert float(stats["top1"][i]) == float(p.argmax() == q.argmax())
+        assert loss_sums.tolist() == pytest.approx(expected, abs=1e-12)
+        assert loss_sums[3] == 0
+        assert {0.0, 1.0} == set(stats["top1"].tolist()), "the case must hold both outcomes"
+
+    def test_a_draft_equal_to_the_teacher(self):
+        rows = make_rows(5)
+        rows["draft_logits"] = rows["teacher_logits"] + 3.0
+        loss_sums, stats = compute(rows)
+        entropy = torch.distributions.Categorical(logits=rows["teacher_logits"]).entropy()
+        assert float(loss_sums.sum()) == pytest.approx(float((entropy * rows["weights"]).sum()), abs=1e-12)
+        assert float(stats["tv"].max()) < 1e-14
+        assert stats["top1"].tolist() == [1] * 5
+        assert float(stats["label_acceptance"].min()) > 1 - 1e-12
+
+    def test_splitting_the_rows_changes_no_sum(self):
+        rows = make_rows(20)
+        parts = [
+            {name: value[part] if isinstance(value, Tensor) else value for name, value in rows.items()}
+            for part in (slice(0, 7), slice(7, 7), slice(7, 20))
+        ]
+        total = sum(compute(part)[0] for part in parts)
+        torch.testing.assert_close(total, compute(rows)[0], rtol=0, atol=1e-12)
+
+    def test_impossible_tokens_of_the_teacher_give_no_nan(self):
+        rows = make_rows(4, dtype=torch.float32)
+        rows["teacher_logits"][:, rows["labels"]] = -1e9
+        rows["draft_logits"][:, rows["labels"]] = -1e9
+        rows["draft_logits"].requires_grad_()
+        loss_sums, stats = compute(rows)
+        loss_sums.sum().backward()
+        assert all(bool(x.isfinite().all()) for x in (loss_sums, rows["draft_logits"].grad, *stats.values()))
+
+
+class TestGradient:
+    def test_gradcheck(self):
+        rows = make_rows(6)
+        draft_logits = rows["draft_logits"].requires_grad_()
+
+        def loss(logits: Tensor) -> Tensor:
+            return compute({**rows, "draft_logits": logits})[0]
+
+        assert torch.autograd.gradcheck(loss, (draft_logits,), atol=1e-8)
+
+    def test_the_teacher_and_the_statistics_have_no_gradient(self):
+        rows = make_rows(6)
+        rows["draft_logits"].requires_grad_()
+        rows["teacher_logits"].requires_grad_()
+        loss_sums, stats = compute(rows)
+        assert not any(value.requires_grad for value in stats.values())
+        loss_sums.sum().backward()
+        assert rows["teacher_logits"].grad is None
+
+    def test_no_rows_still_give_a_graph(self):
+        rows = make_rows(0)
+        rows["draft_logits"].requires_grad_()
+        loss_sums, stats = compute(rows)
+        assert loss_sums.tolist() == [0, 0, 0, 0]
+        loss_sums.sum().backward()
+        assert rows["draft_logits"].grad.shape == (0, 13)
+        assert all(value.shape == (0,) for value in stats.values())
+
+    def test_bfloat16_logits_are_reduced_in_float32(self):
+        rows = make_rows(50, vocab_size=500, dtype=torch.bfloat16)
+        rows["draft_logits"].requires_grad_()
+        loss_sums, stats = compute(rows)
+        assert loss_sums.dtype == stats["tv"].dtype == torch.float32
+        loss_sums.sum().backward()
+        wide = {**rows, "draft_logits": rows["draft_logits"].detach().double().requires_grad_()}
+        wide["teacher_logits"], wide["weights"] = rows["teacher_logits"].double(), rows["weights"].double()
+        expected, expected_stats = compute(wide)
+        expected.sum().backward()
+        torch.testing.assert_close(loss_sums.double(), expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(stats["tv"].double(), expected_stats["tv"], rtol=1e-5, atol=0)
+        # bfloat16 keeps 8 bits: two roundings, of the difference and of its product with the weight
+        gradient, exact = rows["draft_logits"].grad.double(), wide["draft_logits"].grad
+        torch.testing.assert_close(gradient, exact, rtol=2**-6, atol=1e-12)
+
+
+def test_shapes_that_differ_are_refused():
+    rows = make_rows(3)
+    rows["teacher_logits"] = rows["teacher_logits"][:, :-1]
+    with pytest.raises(ValueError, match=r"\(3, 13\).*\(3, 12\)"):
+        compute(rows)
