@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +24,23 @@ from specco.drafts.base import Draft, DraftRows
 from specco.losses import compute_draft_loss
 from specco.packing import PackedTokens
 
-PolicyLossFn = Callable[[Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
-"""(logprobs [r] with gradient, row values [r] by name) -> (loss sum, detached sums by name); never means."""
+
+class PolicyLoss(Protocol):
+    """The policy's loss of a chunk of rows, as sums.
+
+    ``row_value_names`` are the entries of ``PackedTokens.row_values`` that it reads.
+    """
+
+    row_value_names: tuple[str, ...]
+
+    def __call__(self, logprobs: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return (loss sum with gradient, detached sums by name, the same names for any rows); never means.
+
+        Args:
+            logprobs: ``[r]``, of the tokens that the rows predict, at the sampling temperature.
+            values: ``[r]`` by name, of the same tokens.
+        """
+        ...
 
 
 class HeadLinear(Linear):
@@ -76,7 +91,7 @@ class HeadPlan:
     """
 
     tokens: PackedTokens
-    policy_loss_fn: PolicyLossFn | None
+    policy_loss_fn: PolicyLoss | None
     policy_scale: float = 1.0
     draft_scale: float = 1.0
     temperature: float = 1.0
@@ -112,7 +127,9 @@ class _ChunkLoop:
         self.plan, self.draft, self.rows = plan, draft, rows
         self.target_rows = plan.tokens.is_target_row.nonzero().squeeze(1)
         self.labels = plan.tokens.shift(plan.tokens.input_ids, 1, 0)[self.target_rows]
-        self.values = {name: plan.tokens.shift(v, 1, 0)[self.target_rows] for name, v in plan.tokens.row_values.items()}
+        names = () if plan.policy_loss_fn is None else plan.policy_loss_fn.row_value_names
+        values = {name: plan.tokens.row_values[name] for name in names}
+        self.values = {name: plan.tokens.shift(value, 1, 0)[self.target_rows] for name, value in values.items()}
         self.stats = HeadStats(logprobs=torch.empty(0))
         if rows is not None:
             self.order = torch.argsort(rows.teacher_rows, stable=True)
@@ -131,7 +148,8 @@ class _ChunkLoop:
         grad_draft_weight = None if draft_weight is None else _zeros_for_sum(draft_weight)
         loss = hidden.new_zeros((), dtype=_accumulator_dtype(hidden.dtype))
         logprobs = []
-        for start in range(0, self.target_rows.numel(), self.plan.chunk_rows):
+        # at least one chunk, if an empty one: every rank reports the same sums
+        for start in range(0, max(self.target_rows.numel(), 1), self.plan.chunk_rows):
             chunk = slice(start, start + self.plan.chunk_rows)
             rows = self.target_rows[chunk]
             logits = hidden[rows] @ weight.t()
@@ -145,7 +163,7 @@ class _ChunkLoop:
             if draft_hidden is not None:
                 head = weight if draft_weight is None else draft_weight
                 loss += self._run_draft(logits, start, draft_hidden, head, grad_draft_hidden, grad_draft_weight)
-        self.stats.logprobs = torch.cat(logprobs) if logprobs else loss.new_zeros(0)
+        self.stats.logprobs = torch.cat(logprobs)
         grads = [grad_hidden, grad_weight, grad_draft_hidden, grad_draft_weight]
         inputs = [hidden, weight, draft_hidden, draft_weight]
         return loss, [None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)]

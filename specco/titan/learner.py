@@ -1,0 +1,274 @@
+"""The learner: one optimizer step of policy and draft from packed rollouts, laid out by torchtitan.
+
+A step, on every rank:
+
+    counts of all microbatches, reduced once ->
+    for each microbatch: policy forward (taps) -> draft forward -> chunked head -> one backward ->
+    clip the policy's gradients, clip the draft's apart -> one optimizer step -> metrics as (sum, count), reduced once
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+from torchtitan.config import TORCH_DTYPE_MAP, Configurable
+from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+from specco.drafts.base import Draft, DraftRows
+from specco.drafts.export import iterate_weights
+from specco.drafts.load import load_weights
+from specco.metrics import all_reduce_pairs, compute_means, make_pair, sum_acceptance_length_estimates, sum_rows_by_slot
+from specco.packing import PackedTokens
+from specco.titan.export import load_policy, named_policy_weights
+from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
+from specco.titan.parallelize import check_parallelism
+
+
+def policy_and_draft_groups(policy_lr: float, draft_lr: float | None, **kwargs: Any) -> list[ParamGroupConfig]:
+    """Return AdamW parameter groups for ``OptimizersContainer.Config``: the draft's first, then everything else.
+
+    Args:
+        policy_lr: learning rate of the policy.
+        draft_lr: learning rate of the draft; None when there is none.
+        kwargs: further AdamW arguments, the same for both.
+    """
+    groups = [ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": policy_lr, **kwargs})]
+    if draft_lr is not None:
+        draft = ParamGroupConfig(
+            pattern=r"^draft\.", optimizer_name="AdamW", optimizer_kwargs={"lr": draft_lr, **kwargs}
+        )
+        groups.insert(0, draft)
+    return groups
+
+
+class Learner(Configurable):
+    """Trains a policy and, if its model has one, the draft that hangs on it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        model_spec: Annotated[ModelSpec | None, tyro.conf.Suppress] = None
+        policy_path: str = ""
+        """Directory of the policy to start from (Hugging Face safetensors); empty: fresh weights from the seed."""
+        draft_path: str = ""
+        """Directory of the draft to start from; empty: fresh weights from the seed."""
+        optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
+        lr_scheduler: LRSchedulersContainer.Config = field(default_factory=LRSchedulersContainer.Config)
+        training: TrainingConfig = field(default_factory=TrainingConfig)
+        parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+        activation_checkpoint: ActivationCheckpointingConfig | None = None
+        compile: CompileConfig = field(default_factory=CompileConfig)
+        comm: CommConfig = field(default_factory=CommConfig)
+        debug: DebugConfig = field(default_factory=DebugConfig)
+        draft_weight: float = 1.0
+        """Factor of the draft's loss in ``policy_loss + draft_weight * draft_loss``."""
+        draft_max_norm: float = 1.0
+        """The draft's gradient norm is clipped to this, apart from the policy's (``training.max_norm``)."""
+        temperature: float = 1.0
+        """Sampling temperature of the rollouts: the policy's logprobs are taken at it, the teacher's are not."""
+        chunk_rows: int = 1024
+        """Rows of one lm_head product."""
+
+        def __post_init__(self) -> None:
+            check_parallelism(self.parallelism)
+            if not self.temperature > 0:
+                raise ValueError(f"learner.temperature is {self.temperature}; allowed is > 0 (the rollouts' own)")
+            if self.draft_weight < 0:
+                raise ValueError(f"learner.draft_weight is {self.draft_weight}; allowed is >= 0")
+            if self.chunk_rows < 1:
+                raise ValueError(f"learner.chunk_rows is {self.chunk_rows}; allowed is >= 1")
+
+    def __init__(self, config: Config) -> None:
+        assert config.model_spec is not None, "model_spec is set by the config function"
+        self.config = config
+        self.device = utils.get_local_device()
+        world_size = dist_utils.init_distributed(config.comm)
+        self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+        self.parallel_dims.build_mesh()
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+        dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
+        self.policy = self._build_policy()
+        self.draft: Draft | None = getattr(self.policy, "draft", None)
+        self._load_weights()
+        self.optimizers = config.optimizer.build(model_parts=[self.policy])
+        self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=config.training.steps)
+        self.num_skipped = {"policy": 0, "draft": 0}
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group over which rollouts are shared and sums are reduced; None at one rank."""
+        mesh = self.parallel_dims.get_optional_mesh("loss")
+        return None if mesh is None else mesh.get_group()
+
+    def _build_policy(self) -> nn.Module:
+        config, spec = self.config, self.config.model_spec
+        assert spec is not None
+        spec.model.update_from_config(config=config)
+        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+            model = spec.model.build()
+        model.verify_module_protocol()
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder="",
+        )
+        model.to_empty(device=self.device.type)
+        with torch.no_grad():
+            model.init_weights()
+        return model.train()
+
+    def _load_weights(self) -> None:
+        if self.config.policy_path:
+            load_policy(self.policy, self.config.policy_path)
+        if self.draft is not None and self.config.draft_path:
+            load_weights(self.draft, self.config.draft_path)
+
+    def step(self, microbatches: Sequence[PackedTokens], policy_loss_fn: PolicyLoss) -> dict[str, float]:
+        """Take one optimizer step. Collective: every rank must call.
+
+        Args:
+            microbatches: this rank's share; ranks may hold different numbers of them, or none.
+            policy_loss_fn: sums of the policy's loss from logprobs and the ``row_values`` of the tokens; the same on
+                every rank.
+
+        Returns:
+            The step's metrics, the same on every rank. Losses are means over all trained tokens of all ranks.
+        """
+        num_microbatches, num_targets, draft_weights = self._count(microbatches)
+        draft_total = float(draft_weights.sum())
+        results = []
+        for index in range(num_microbatches):
+            tokens = microbatches[index] if index < len(microbatches) else _nothing_to_train(policy_loss_fn)
+            plan = HeadPlan(
+                tokens=tokens,
+                policy_loss_fn=policy_loss_fn,
+                policy_scale=1.0 / max(num_targets, 1.0),
+                draft_scale=self.config.draft_weight / draft_total if draft_total > 0 else 0.0,
+                temperature=self.config.temperature,
+                chunk_rows=self.config.chunk_rows,
+            )
+            results.append(self._forward_backward(plan))
+        metrics = self._get_learning_rates() | self._update()
+        return metrics | self._reduce(results)
+
+    def _count(self, microbatches: Sequence[PackedTokens]) -> tuple[int, float, Tensor]:
+        """Return (microbatches of the fullest rank, target tokens of all ranks, draft weights of all ranks by slot)."""
+        num_slots = 0 if self.draft is None else self.draft.num_slots
+        sums = torch.zeros(1 + num_slots, dtype=torch.float64, device=self.device)
+        for tokens in microbatches:
+            sums[0] += tokens.is_target_row.sum()
+            if self.draft is not None:
+                sums[1:] += self.draft.sum_loss_weights(tokens).to(self.device)
+        most = torch.tensor(len(microbatches), device=self.device)
+        if self.data_parallel_group is not None:
+            dist.all_reduce(sums, group=self.data_parallel_group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
+        return int(most), float(sums[0]), sums[1:]
+
+    def _forward_backward(self, plan: HeadPlan) -> dict[str, Tensor]:
+        """Run one microbatch; return its figures as (sum, count) pairs of this rank."""
+        tokens = plan.tokens
+        hidden, rows = self.policy(tokens.input_ids[None], positions=tokens.position_ids[None], packed_tokens=tokens)
+        loss, stats = compute_head_loss(self.policy.lm_head, hidden, plan, self.draft, rows)
+        loss.backward()
+        num_targets = stats.logprobs.numel()
+        pairs = {name: make_pair(value, num_targets) for name, value in stats.policy_sums.items()}
+        if rows is None:
+            return pairs
+        assert self.draft is not None
+        return pairs | summarize_draft(self.draft, rows, stats)
+
+    def _update(self) -> dict[str, float]:
+        """Clip both gradients apart, skip what is not finite, step; return norms and counts."""
+        metrics = {}
+        max_norms = {"policy": self.config.training.max_norm, "draft": self.config.draft_max_norm}
+        for name, parameters in self._parameters().items():
+            norm = dist_utils.clip_grad_norm_(parameters, max_norms[name], foreach=True)
+            metrics[f"grad_norm/{name}"] = float(norm)
+            if not math.isfinite(norm):
+                self.num_skipped[name] += 1
+                count = self.num_skipped[name]
+                logger.warning(f"The {name}'s gradient norm is {float(norm)}: its update is skipped ({count} so far)")
+                for parameter in parameters:
+                    parameter.grad = None
+            metrics[f"skipped/{name}"] = float(self.num_skipped[name])
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.optimizers.zero_grad(set_to_none=True)
+        return metrics
+
+    def _parameters(self) -> dict[str, list[nn.Parameter]]:
+        named = [(name, p) for name, p in self.policy.named_parameters() if p.requires_grad]
+        groups = {"policy": [p for name, p in named if not name.startswith("draft.")]}
+        if self.draft is not None:
+            groups["draft"] = [p for name, p in named if name.startswith("draft.")]
+        return groups
+
+    def _get_learning_rates(self) -> dict[str, float]:
+        """Return the rates of the coming update by parameter group."""
+        rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        names = ["draft", "policy"] if self.draft is not None else ["policy"]
+        return {f"lr/{name}": float(rate) for name, rate in zip(names, rates, strict=True)}
+
+    def _reduce(self, results: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        pairs = {name: torch.stack([result[name] for result in results]).sum(0) for name in results[0]}
+        return compute_means(all_reduce_pairs(pairs, self.data_parallel_group))
+
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, full tensor) of the policy. Collective: every rank must drain it."""
+        return named_policy_weights(self.policy)
+
+    def draft_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (served name, full tensor) of the draft. Collective: every rank must drain it."""
+        assert self.draft is not None, "this learner has no draft"
+        return iterate_weights(self.draft)
+
+
+def summarize_draft(draft: Draft, rows: DraftRows, stats: HeadStats) -> dict[str, Tensor]:
+    """Return the draft's figures of one microbatch as (sum, count) pairs, each row counted once.
+
+    ``draft_loss`` and ``draft_loss/slot{k}`` are means over weights; ``draft_tv`` and ``draft_top1`` over rows.
+    ``acceptance_length_estimate`` is an estimate from the policy's own tokens, biased low.
+    """
+    assert stats.draft_sums is not None
+    weights = sum_rows_by_slot(rows.weights, rows.slot_ids, draft.num_slots)[:, 0]
+    losses = stats.draft_sums.double()
+    pairs = {"draft_loss": make_pair(losses.sum(), weights.sum())}
+    tv, top1 = (stats.draft_rows.get(name, rows.weights.new_zeros(0)) for name in ("tv", "top1"))
+    for slot in range(draft.num_slots):
+        pairs[f"draft_loss/slot{slot}"] = make_pair(losses[slot], weights[slot])
+    for name, values in {"draft_tv": tv, "draft_top1": top1}.items():
+        for slot, pair in enumerate(sum_rows_by_slot(values, rows.slot_ids, draft.num_slots)):
+            pairs[f"{name}/slot{slot}"] = pair
+    pairs["acceptance_length_estimate"] = sum_acceptance_length_estimates(
+        tv, 1 - tv, rows.slot_ids, rows.branch_ids, draft.num_slots
+    )
+    return pairs
+
+
+def _nothing_to_train(policy_loss_fn: PolicyLoss) -> PackedTokens:
+    """Return one token without a target, for a rank that has run out of microbatches while others go on."""
+    return PackedTokens(
+        input_ids=torch.zeros(1, dtype=torch.int64),
+        loss_mask=torch.zeros(1, dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        sample_ids=torch.zeros(1, dtype=torch.int64),
+        row_values={name: torch.zeros(1) for name in policy_loss_fn.row_value_names},
+    )
