@@ -1,0 +1,437 @@
+"""vLLM behind a small class: generate, refit, stats, close. One in-process engine a rank.
+
+The engine lives in the learner's process, beside its process group: it generates alone, while building it runs vLLM's
+own group creation and is therefore collective over the default group. What vLLM does to the process on the way
+(environment, thread count, random generators) is set or restored here, in one place.
+
+Nothing of vLLM is imported before ``RolloutEngine`` is built, so that the environment below is in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import time
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from specco.rl import refit, vllm_mends
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+# In force before vLLM is imported; a value that the user has set wins.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to the learner, too
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are some fifteen lines a rank
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What a rollout engine is built from.
+
+    Args:
+        policy_path: directory of the policy (config.json, safetensors).
+        draft_path: directory of the draft; None: no speculation.
+        method: vLLM's name of the draft family.
+        num_speculative_tokens: draft tokens a verification.
+        draft_sample_method: "probabilistic" accepts with 1 - TV, "greedy" proposes the draft's argmax.
+        dtype: of weights, activations and KV cache in the engine.
+        max_model_len: prompt, response and headroom for ``num_speculative_tokens + 1``, in tokens.
+        max_num_seqs: sequences decoded together.
+        kv_cache_bytes: size of the KV cache, in bytes.
+        enforce_eager: no compilation and no CUDA graphs.
+        seed: of vLLM itself; a rollout's noise comes from ``SamplingConfig.seed``.
+    """
+
+    policy_path: str
+    draft_path: str | None = None
+    method: str = "eagle3"
+    num_speculative_tokens: int = 3
+    draft_sample_method: Literal["probabilistic", "greedy"] = "probabilistic"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_model_len: int = 1024
+    max_num_seqs: int = 128
+    kv_cache_bytes: int = 1 << 30
+    enforce_eager: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_speculative_tokens", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed are values of 1 and more")
+        for name in ("policy_path", "draft_path"):
+            path = getattr(self, name)
+            if path is not None and not (Path(path) / "config.json").is_file():
+                raise ValueError(f"{name} is {path!r}, which is no directory with a config.json")
+
+    @property
+    def headroom(self) -> int:
+        """Tokens that the last verification of a response may need past its end."""
+        return self.num_speculative_tokens + 1 if self.draft_path is not None else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are sampled.
+
+    Args:
+        n: responses a prompt.
+        temperature: 0 is greedy.
+        top_p: mass of the nucleus; below 1 the logprobs are those of the nucleus, not of the whole policy.
+        max_tokens: upper bound of a response, in tokens.
+        stop_token_ids: a response ends after one of these, which is part of it. Nothing else ends a response early.
+        seed: of all noise of one ``generate`` call.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 64
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1 or self.max_tokens < 1:
+            raise ValueError(f"n is {self.n} and max_tokens {self.max_tokens}; both must be 1 or more")
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"temperature is {self.temperature} (allowed: >= 0), top_p {self.top_p} (allowed: (0, 1])")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    Args:
+        token_ids: the response, the stop token included.
+        logprobs: of each token under the sampling distribution (after temperature and top-p), natural log.
+        finish_reason: "stop" or "length".
+        weight_versions: version of the policy that wrote each token.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    weight_versions: list[int]
+
+
+@dataclass
+class EngineStats:
+    """Counts of one engine over a stretch of time; they add up over stretches and ranks.
+
+    Args:
+        num_drafts: verifications of a draft.
+        num_draft_tokens: tokens proposed in them.
+        num_accepted_tokens: tokens accepted, without the bonus token.
+        num_accepted_tokens_per_pos: accepted at each draft position, ``[num_speculative_tokens]``.
+        num_generated_tokens: tokens of all responses.
+        generate_seconds: wall time in ``generate``.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_generated_tokens: int = 0
+    generate_seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a verification, the bonus token included; 1 when nothing was drafted."""
+        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    def to_metrics(self) -> dict[str, tuple[float, float]]:
+        """Return ``(sum, count)`` pairs, ready to be added up over ranks."""
+        metrics = {
+            "acceptance_length": (float(self.num_drafts + self.num_accepted_tokens), float(self.num_drafts)),
+            "rollout_tokens_per_s": (float(self.num_generated_tokens), self.generate_seconds),
+        }
+        for position, accepted in enumerate(self.num_accepted_tokens_per_pos):
+            metrics[f"acceptance_rate_pos{position}"] = (float(accepted), float(self.num_drafts))
+        return metrics
+
+
+class RolloutEngine:
+    """A policy, and perhaps its draft, served by vLLM in this process.
+
+    Building is collective over the default process group, if there is one: every rank must build its engine.
+
+    Args:
+        config: what to build.
+        version: weight version of the policy in ``config.policy_path``.
+
+    Raises:
+        ValueError: a draft that cannot be told from the policy's own weights (see ``refit.separate_draft``).
+        RuntimeError: vLLM gave no draft model, or weights that cannot be refitted.
+    """
+
+    def __init__(self, config: EngineConfig, version: int = 0) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm_mends.apply_mends()
+        vllm_mends.keep_process_groups()
+        self.config = config
+        self._version = version
+        self._policy_shapes = refit.read_weight_shapes(config.policy_path)
+        self._draft_shapes = refit.read_weight_shapes(config.draft_path) if config.draft_path is not None else {}
+        self._stats = EngineStats()
+        self._num_requests = 0
+        started = time.perf_counter()
+        with _keep_process_state():
+            engine = _build_vllm(config, self._stats)
+        self._engine: LLMEngine | None = engine
+        self._policy: Any = engine.collective_rpc("get_model")[0]
+        self._draft: Any = None
+        if config.draft_path is not None:
+            self._draft = engine.collective_rpc("get_draft_model")[0]
+            if self._draft is None:
+                raise RuntimeError(f"vLLM built no draft model for method {config.method!r} and {config.draft_path!r}")
+            refit.separate_draft(self._policy, self._draft, self._draft_shapes)
+            refit.check_live_weights("draft", self._draft)
+        refit.check_live_weights("policy", self._policy)
+        logger.info("rollout engine up in %.1f s", time.perf_counter() - started)
+
+    @property
+    def version(self) -> int:
+        """Weight version of the policy that is served."""
+        return self._version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> list[list[Completion]]:
+        """Sample ``sampling.n`` responses to each prompt.
+
+        The same weights, prompts and sampling give the same responses: the noise comes from ``sampling.seed`` alone.
+        With probabilistic drafts it also depends on which requests are decoded together, hence on the whole call. The
+        caller's random generators are left as they were.
+
+        Args:
+            prompts: token ids, at least one a prompt.
+            sampling: see ``SamplingConfig``.
+
+        Returns:
+            For each prompt its completions.
+
+        Raises:
+            ValueError: an empty prompt, or no room for prompt, response and headroom.
+            RuntimeError: sampled speculation on a vLLM that was not checked for it; a closed engine.
+        """
+        from vllm import RequestOutput, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine = self._require_open()
+        if self._draft is not None and sampling.temperature > 0:
+            vllm_mends.check_sampled_speculation(vllm_mends.get_vllm_version(), vllm_mends.is_cpu_build())
+        self._check_prompts(prompts, sampling)
+        started = time.perf_counter()
+        keys: dict[str, int] = {}
+        outputs: list[list[Completion]] = [[] for _ in prompts]
+        with _seed_torch(sampling.seed):
+            try:
+                for index, prompt in enumerate(prompts):
+                    params = SamplingParams(
+                        n=sampling.n,
+                        temperature=sampling.temperature,
+                        top_p=sampling.top_p,
+                        max_tokens=sampling.max_tokens,
+                        stop_token_ids=list(sampling.stop_token_ids),
+                        ignore_eos=True,
+                        seed=derive_seed(sampling.seed, index),
+                        logprobs=0,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    )
+                    key = f"{self._num_requests}"
+                    self._num_requests += 1
+                    keys[key] = index
+                    engine.add_request(key, {"prompt_token_ids": list(prompt)}, params)
+                while engine.has_unfinished_requests():
+                    for output in engine.step():
+                        assert isinstance(output, RequestOutput)
+                        outputs[keys[output.request_id]] = [self._to_completion(c) for c in output.outputs]
+            except BaseException:
+                engine.abort_request(list(keys), internal=False)
+                raise
+        self._stats.generate_seconds += time.perf_counter() - started
+        self._stats.num_generated_tokens += sum(len(c.token_ids) for group in outputs for c in group)
+        return outputs
+
+    def refit(
+        self,
+        *,
+        version: int,
+        policy: Iterable[tuple[str, Tensor]] | None = None,
+        draft: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> None:
+        """Overwrite the weights of policy, draft or both in place, and drop every cached prefix.
+
+        Names and shapes are those of the directory that the engine was built from, all of them; they are checked
+        before anything is written.
+
+        Args:
+            version: weight version of the policy after the refit.
+            policy: (Hugging Face name, full tensor) pairs, any floating dtype.
+            draft: the same for the draft.
+
+        Raises:
+            ValueError: unknown, missing or repeated names, other shapes, or neither model given.
+            RuntimeError: a draft for an engine without one, requests in flight, or a cache that cannot be reset.
+        """
+        engine = self._require_open()
+        if policy is None and draft is None:
+            raise ValueError("refit got neither policy nor draft weights")
+        if draft is not None and self._draft is None:
+            raise RuntimeError("refit got draft weights, but this engine was built without a draft (draft_path=None)")
+        if engine.has_unfinished_requests():
+            raise RuntimeError("refit while requests are in flight; wait for generate to return")
+        checked: list[tuple[Any, dict[str, Tensor]]] = []
+        if policy is not None:
+            checked.append((self._policy, refit.check_weights("policy", policy, self._policy_shapes)))
+        if draft is not None:
+            checked.append((self._draft, refit.check_weights("draft", draft, self._draft_shapes)))
+        with torch.no_grad():
+            for model, weights in checked:
+                model.load_weights(weights.items())
+        self._version = version
+        engine.set_weight_version(str(version))
+        if not engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: blocks are in use, cached prefixes are stale")
+
+    def stats(self) -> EngineStats:
+        """Return the counts since the last call (or since the engine was built)."""
+        counts = EngineStats(**vars(self._stats))
+        counts.num_accepted_tokens_per_pos = list(self._stats.num_accepted_tokens_per_pos)
+        self._stats.__init__()
+        return counts
+
+    def close(self) -> None:
+        """Free the engine. Process groups stay as they are; closing twice is harmless."""
+        engine, self._engine = self._engine, None
+        self._policy = self._draft = None
+        if engine is not None:
+            engine.engine_core.shutdown()
+
+    def _require_open(self) -> LLMEngine:
+        if self._engine is None:
+            raise RuntimeError("the rollout engine is closed")
+        return self._engine
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
+        limit = self.config.max_model_len
+        for index, prompt in enumerate(prompts):
+            if len(prompt) == 0:
+                raise ValueError(f"prompt {index} is empty; a prompt has one token at least")
+            needed = len(prompt) + sampling.max_tokens + self.config.headroom
+            if needed > limit:
+                raise ValueError(
+                    f"prompt {index} needs {needed} tokens ({len(prompt)} prompt + {sampling.max_tokens} max_tokens + "
+                    f"{self.config.headroom} headroom for drafts), but max_model_len is {limit}"
+                )
+
+    def _to_completion(self, output: Any) -> Completion:
+        token_ids = list(output.token_ids)
+        logprobs = [position[token].logprob for position, token in zip(output.logprobs, token_ids, strict=True)]
+        return Completion(token_ids, logprobs, output.finish_reason, [self._version] * len(token_ids))
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """Return a 48-bit seed for item ``index`` of a call; neighbours share nothing (vLLM adds 0 to n-1 itself)."""
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _build_vllm(config: EngineConfig, stats: EngineStats) -> LLMEngine:
+    """Build vLLM's engine core in this process, with a logger that fills ``stats``."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class StatsLogger(StatLoggerBase):
+        """Adds each step's counts up; vLLM's own counters are shared by all engines of a process."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
+            step = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
+            if step is None:
+                return
+            stats.num_drafts += step.num_drafts
+            stats.num_draft_tokens += step.num_draft_tokens
+            stats.num_accepted_tokens += step.num_accepted_tokens
+            per_pos = stats.num_accepted_tokens_per_pos or [0] * step.num_spec_tokens
+            stats.num_accepted_tokens_per_pos = [
+                a + b for a, b in zip(per_pos, step.num_accepted_tokens_per_pos, strict=True)
+            ]
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    speculative_config: dict[str, Any] | None = None
+    if config.draft_path is not None:
+        speculative_config = {
+            "method": config.method,
+            "model": config.draft_path,
+            "num_speculative_tokens": config.num_speculative_tokens,
+            "draft_sample_method": config.draft_sample_method,
+        }
+    arguments = EngineArgs(
+        model=config.policy_path,
+        skip_tokenizer_init=True,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory_bytes=config.kv_cache_bytes,
+        enforce_eager=config.enforce_eager,
+        seed=config.seed,
+        speculative_config=speculative_config,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        use_tqdm_on_load=False,
+        async_scheduling=False,
+    )
+    vllm_config = arguments.create_engine_config()
+    return LLMEngine(
+        vllm_config=vllm_config,
+        executor_class=Executor.get_class(vllm_config),
+        log_stats=True,
+        stat_loggers=[StatsLogger],
+        multiprocess_mode=False,
+    )
+
+
+@contextlib.contextmanager
+def _keep_process_state() -> Generator[None]:
+    """Restore what building vLLM changes for the whole process: random generators and the control of threads."""
+    import numpy
+
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
+    num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def _seed_torch(seed: int) -> Generator[None]:
+    """Seed torch's global generators, from which vLLM draws draft noise, and restore them afterwards."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

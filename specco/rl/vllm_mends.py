@@ -1,0 +1,183 @@
+"""Mends of vLLM's CPU build, each tied to the versions it was checked on.
+
+Every mend replaces one function or flag of vLLM from outside. They are applied by ``apply_mends`` alone: by the rollout
+engine before it builds vLLM, and by the ``vllm.general_plugins`` entry point in vLLM's own worker processes. On other
+platforms, and for versions that nobody checked, nothing is touched; ``check_sampled_speculation`` then refuses the one
+use that would give wrong samples without a word.
+
+A mend for the block drafters (one k_norm weight a layer, DSpark on the V1 runner) is one more entry of ``MENDS``.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One repair of vLLM.
+
+    Args:
+        name: short name, for logs and errors.
+        reason: what goes wrong without it.
+        versions: versions of vLLM that it was checked on.
+        apply: makes the repair in this process; doing it twice is harmless.
+    """
+
+    name: str
+    reason: str
+    versions: frozenset[str]
+    apply: Callable[[], None]
+
+
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat each request's value once per draft token of that request.
+
+    Args:
+        x: ``[batch]``, one value a request (temperature, top-k or top-p).
+        cu_num_tokens: ``[batch]``, cumulative number of draft tokens, without the leading zero.
+        num_tokens: tokens in all.
+        replace_from: value that is replaced; nothing is when it equals ``replace_to``.
+        replace_to: the value put there.
+
+    Returns:
+        ``[num_tokens]``, dtype of ``x``.
+    """
+    if replace_from != replace_to:
+        x = x.masked_fill(x == replace_from, replace_to)
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.repeat_interleave(counts, output_size=num_tokens)
+
+
+def count_not_below(x: Tensor, values: Tensor) -> Tensor:
+    """Return int64 ``[rows]``: entries of each row of ``x`` ``[rows, V]`` that are >= ``values`` ``[rows, 1]``."""
+    return (x >= values).sum(-1)
+
+
+def _replace(owner: object, name: str, value: object) -> None:
+    """Set an attribute that must exist: a mend of something that is gone would mend nothing."""
+    if not hasattr(owner, name):
+        raise RuntimeError(f"vLLM {get_vllm_version()} has no {owner}.{name}; the mend that replaces it is out of date")
+    setattr(owner, name, value)
+
+
+def _mend_expand_batch_to_tokens() -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    _replace(rejection_sampler, "expand_batch_to_tokens", expand_batch_to_tokens)
+
+
+def _mend_live_linear_weights() -> None:
+    from vllm import _custom_ops
+
+    _replace(_custom_ops, "_supports_onednn", False)
+
+
+def _mend_token_ranks() -> None:
+    from vllm.v1.sample import sampler
+
+    _replace(sampler, "batched_count_greater_than", count_not_below)
+
+
+EXPAND_BATCH_TO_TOKENS = Mend(
+    name="expand_batch_to_tokens",
+    reason="the CPU stand-in writes into a copy, so that temperature, top-k and top-p of verified tokens are "
+    "uninitialised memory and sampled speculation follows a wrong distribution",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_expand_batch_to_tokens,
+)
+LIVE_LINEAR_WEIGHTS = Mend(
+    name="live_linear_weights",
+    reason="linear weights are packed for oneDNN and the parameter is emptied, so that no refit can reach them",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_live_linear_weights,
+)
+TOKEN_RANKS = Mend(
+    name="token_ranks",
+    reason="one comparison is compiled with a C++ compiler at the first request that wants logprobs, which takes up to "
+    "50 s and needs that compiler",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_token_ranks,
+)
+MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, TOKEN_RANKS)
+
+
+def get_vllm_version() -> str:
+    """Return vLLM's release without build suffixes: ``0.32.0`` for ``0.32.0+cpu``."""
+    import vllm
+
+    return vllm.__version__.split("+")[0]
+
+
+def is_cpu_build() -> bool:
+    """Tell whether vLLM runs on its CPU platform in this process."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def select_mends(version: str, is_cpu: bool) -> list[Mend]:
+    """Return the mends that were checked on ``version`` and belong to this platform."""
+    return [mend for mend in MENDS if is_cpu and version in mend.versions]
+
+
+def apply_mends() -> list[str]:
+    """Repair vLLM in this process and return the names of the mends made; say which were left out and why."""
+    version, is_cpu = get_vllm_version(), is_cpu_build()
+    selected = select_mends(version, is_cpu)
+    for mend in selected:
+        mend.apply()
+    if is_cpu and len(selected) < len(MENDS):
+        for mend in MENDS:
+            if mend not in selected:
+                logger.warning(
+                    "vLLM %s: %s is not mended (checked on %s): %s",
+                    version,
+                    mend.name,
+                    ", ".join(sorted(mend.versions)),
+                    mend.reason,
+                )
+    return [mend.name for mend in selected]
+
+
+def check_sampled_speculation(version: str, is_cpu: bool) -> None:
+    """Refuse speculative sampling at temperature > 0 on a CPU build that was not checked.
+
+    Raises:
+        RuntimeError: ``version`` is not among those that the mend of the rejection sampler was checked on.
+    """
+    mend = EXPAND_BATCH_TO_TOKENS
+    if is_cpu and version not in mend.versions:
+        raise RuntimeError(
+            f"speculative decoding at temperature > 0 is refused on vLLM {version} (CPU): {mend.reason}; the mend was "
+            f"checked on {', '.join(sorted(mend.versions))} only. Use temperature 0, no draft, or a checked version."
+        )
+
+
+def keep_process_groups() -> None:
+    """Make the shutdown of an in-process engine leave torch.distributed alone.
+
+    vLLM ends an engine by destroying its subgroups *and the default process group*, which in this process is the
+    learner's; the same code runs when a forgotten engine is garbage-collected. vLLM's groups are subgroups of the
+    default one and share its life: they end with ``torch.distributed.destroy_process_group()``, and the next engine of
+    the process uses them again. Needed on every platform and only for in-process engines.
+    """
+    from vllm.v1.engine import core
+
+    _replace(core, "cleanup_dist_env_and_memory", _collect_garbage)
+
+
+def _collect_garbage(shutdown_ray: bool = False) -> None:
+    assert not shutdown_ray, "an in-process engine has no Ray cluster to shut down"
+    gc.unfreeze()
+    gc.collect()
