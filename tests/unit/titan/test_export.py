@@ -1,0 +1,145 @@
+"""The policy in and out of Hugging Face format, against transformers' own Qwen3."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.carry import EOS_ID, decode, encode, save_tokenizer
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.testing.tolerances import OP_FLOAT32, max_error
+from specco.titan.export import load_policy, named_policy_weights, read_policy_config, save_policy
+from specco.titan.policy import make_qwen3_config
+
+SIZES = {"num_layers": 2, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+DRAFT = Eagle3Config(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=64,
+    target_layer_ids=(0, 1),
+)
+
+
+def build(seed=0, draft=DRAFT):
+    config = make_qwen3_config(vocab_size=64, max_seq_len=64, rope_theta=5000.0, init_std=0.3, **SIZES)
+    config.draft = draft
+    policy = config.build()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        policy.init_weights()
+    return policy
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export")
+    save_tokenizer(folder / "tokenizer")
+    policy = build()
+    save_policy(policy, folder / "policy", tokenizer_path=folder / "tokenizer", eos_token_id=EOS_ID)
+    return policy, folder / "policy"
+
+
+def test_transformers_computes_the_same_logits(exported):
+    policy, path = exported
+    theirs = AutoModelForCausalLM.from_pretrained(path)
+    assert not theirs.config.tie_word_embeddings
+    assert theirs.config.eos_token_id == EOS_ID
+    assert theirs.generation_config.eos_token_id == EOS_ID
+    tokens = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert max_error(policy(tokens), theirs(tokens).logits) < OP_FLOAT32
+
+
+def test_transformers_reads_the_tokenizer(exported):
+    tokenizer = AutoTokenizer.from_pretrained(exported[1])
+    text = "8+9=17;#4"
+    assert tokenizer(text).input_ids == encode(text)
+    assert tokenizer.decode(encode(text)) == decode(encode(text)) == text
+    assert tokenizer.eos_token_id == EOS_ID
+
+
+def test_weights_are_streamed_under_their_hugging_face_names(exported):
+    policy, path = exported
+    streamed = dict(named_policy_weights(policy))
+    saved = load_file(path / "model.safetensors")
+    assert streamed.keys() == saved.keys()
+    assert not any("draft" in name for name in streamed)
+    assert saved["model.layers.1.self_attn.q_proj.weight"].shape == (64, 32)
+    assert saved["model.layers.1.self_attn.k_proj.weight"].shape == (32, 32)
+    for name, weight in saved.items():
+        assert torch.equal(streamed[name], weight), name
+        assert not streamed[name].requires_grad
+
+
+def test_a_policy_comes_back_bit_for_bit_and_its_draft_stays(exported):
+    policy, path = exported
+    config = read_policy_config(path)
+    assert config.layers[0].attention.rope.theta == 5000.0
+    config.draft = DRAFT
+    other = config.build()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        other.init_weights()
+    draft = {name: p.clone() for name, p in other.draft.named_parameters()}
+    load_policy(other, path)
+    for name, parameter in other.named_parameters():
+        expected = draft[name.removeprefix("draft.")] if name.startswith("draft.") else policy.get_parameter(name)
+        assert torch.equal(parameter, expected), name
+
+
+def test_an_export_replaces_the_one_before(exported, tmp_path):
+    save_tokenizer(tmp_path / "tokenizer")
+    for seed in (1, 2):
+        save_policy(build(seed), tmp_path / "policy", tokenizer_path=tmp_path / "tokenizer", eos_token_id=EOS_ID)
+    assert torch.equal(load_file(tmp_path / "policy/model.safetensors")["lm_head.weight"], build(2).lm_head.weight)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["policy", "tokenizer"]
+
+
+def copy_with(path, target, weights=None, config=None):
+    shutil.copytree(path, target)
+    if weights is not None:
+        save_file(weights, target / "model.safetensors")
+    if config is not None:
+        old = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps(old | config))
+    return target
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(exported, tmp_path):
+    policy, path = build(), exported[1]
+    weights = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    without = {n: w for n, w in weights.items() if n != name}
+    cases = {
+        "missing": (without, r"layers\.0\.attention\.qkv_linear"),
+        "extra": (weights | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, r"q_proj\.bias"),
+        "deep": (weights | {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}, r"layers\.7\.feed_forward"),
+        "shape": (weights | {"lm_head.weight": torch.zeros(64, 31)}, r"lm_head\.weight"),
+    }
+    for case, (changed, message) in cases.items():
+        with pytest.raises(ValueError, match=message):
+            load_policy(policy, copy_with(path, tmp_path / case, weights=changed))
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors file"):
+        load_policy(policy, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3_moe"}, "model_type='qwen3_moe'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "scales its RoPE"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "scales its RoPE"),
+        ({"use_sliding_window": True}, "slides a window"),
+    ],
+)
+def test_models_that_are_not_supported_are_refused_when_the_config_is_read(exported, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        read_policy_config(copy_with(exported[1], tmp_path / "policy", config=change))

@@ -1,0 +1,221 @@
+"""The policy: torchtitan's Qwen3 to the bit, packed, in any dtype, with taps that survive activation checkpointing."""
+
+import pytest
+import torch
+from torch import nn
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.qwen3.model import Qwen3Model
+
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.packing import PackedTokens, pack_documents
+from specco.titan.attention import PackedMasks
+from specco.titan.policy import AnyDtypeRoPE, make_qwen3_config
+from specco.titan.registry import model_registry
+
+SIZES = {"num_layers": 4, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+DRAFT = Eagle3Config(
+    hidden_size=32,
+    intermediate_size=48,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=40,
+    target_layer_ids=(0, 1, 3),
+)
+
+
+def build(draft=None, *, is_frozen=False, dtype=torch.float32, seed=0):
+    config = make_qwen3_config(vocab_size=40, max_seq_len=64, init_std=0.3, **SIZES)
+    config.draft, config.is_frozen = draft, is_frozen
+    with torch.device("meta"):
+        policy = config.build()
+    policy.verify_module_protocol()
+    policy = policy.to(dtype).to_empty(device="cpu")
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        policy.init_weights()
+    return policy
+
+
+def make_tokens(lengths=(7, 12, 3)) -> PackedTokens:
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(0, 40, (n,), generator=generator) for n in lengths]
+    masks = [torch.arange(n) >= 2 for n in lengths]
+    return pack_documents(documents, masks, max_tokens=64)[0]
+
+
+def run(policy, tokens):
+    return policy(tokens.input_ids[None], tokens.position_ids[None], packed_tokens=tokens)
+
+
+def policy_gradients(policy):
+    return {name: p.grad for name, p in policy.named_parameters() if not name.startswith("draft.")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rope_without_the_cast_is_torchtitans_to_the_bit(dtype):
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 9, 4, 16).to(dtype), torch.randn(2, 9, 2, 16).to(dtype)
+    positions = torch.randint(0, 50, (2, 9))
+    kwargs = {"dim": 16, "max_seq_len": 50, "theta": 10_000.0}
+    ours = AnyDtypeRoPE.Config(**kwargs).build()(query, key, positions)
+    theirs = CosSinRoPE.Config(**kwargs).build()(query, key, positions)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == dtype
+        assert torch.equal(a, b)
+
+
+def test_rope_keeps_float64():
+    rope = AnyDtypeRoPE.Config(dim=16, max_seq_len=50).build()
+    query = torch.randn(1, 9, 4, 16, dtype=torch.float64)
+    rotated, _ = rope(query, query, None)
+    assert rotated.dtype == torch.float64
+    # a rotation keeps the length up to the float32 angles' cosine and sine, not up to float32 products
+    through_float32, _ = rope(query.float(), query.float(), None)
+    assert 1e-9 < (rotated - through_float32).abs().max() < 1e-6
+
+
+def test_logits_are_torchtitans_to_the_bit():
+    policy = build()
+    reference = Qwen3Model(policy.config)
+    reference.load_state_dict(policy.state_dict())
+    tokens = make_tokens()
+    inputs = (tokens.input_ids[None], tokens.position_ids[None])
+    masks = PackedMasks.from_positions(inputs[1])
+    assert torch.equal(policy(*inputs), reference(*inputs, masks))
+
+
+def test_packed_documents_equal_documents_alone_in_float64():
+    policy = build(dtype=torch.float64)
+    tokens = make_tokens()
+    packed = policy(tokens.input_ids[None], tokens.position_ids[None])
+    assert packed.dtype == torch.float64
+    alone = [policy(document[None]) for document in tokens.input_ids.split([7, 12, 3])]
+    assert (packed - torch.cat(alone, dim=1)).abs().max() < 1e-12
+
+
+def test_a_batch_of_rows_equals_rows_alone():
+    policy = build(dtype=torch.float64)
+    rows = torch.randint(0, 40, (3, 6))
+    alone = torch.cat([policy(row[None]) for row in rows])
+    assert (policy(rows) - alone).abs().max() < 1e-12
+
+
+class RecordingDraft(nn.Module):
+    """Stands in for a draft and keeps what it is given."""
+
+    def __init__(self, target_layer_ids):
+        super().__init__()
+        self.target_layer_ids = target_layer_ids
+        self.calls = []
+
+    def forward(self, taps, embeddings, tokens, layout, group):
+        self.calls.append((taps, embeddings, tokens, layout, group))
+        return len(self.calls)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_taps_are_detached_layer_outputs_in_order(is_checkpointed):
+    policy = build()
+    policy.draft = RecordingDraft((0, 1, 3))
+    outputs = {}
+    for name, layer in policy.layers.named_children():
+        layer.register_forward_hook(lambda module, args, out, name=name: outputs.setdefault(name, out.detach()))
+    embedded = []
+    policy.tok_embeddings.register_forward_hook(lambda module, args, out: embedded.append(out.detach()))
+    if is_checkpointed:
+        FullAC(FullAC.Config()).apply(policy)
+    tokens = make_tokens()
+    hidden, rows = run(policy, tokens)
+    assert rows == 1
+    hidden.sum().backward()
+    assert len(policy.draft.calls) == 1, "a recompute must not tap again"
+    taps, embeddings, given_tokens, layout, group = policy.draft.calls[0]
+    assert torch.equal(taps, torch.cat([outputs[name] for name in "013"], dim=-1)[0])
+    assert torch.equal(embeddings, embedded[0][0])
+    assert not taps.requires_grad
+    assert not embeddings.requires_grad
+    assert given_tokens is tokens
+    assert torch.equal(layout.cu_seqlens, tokens.cu_seqlens)
+    assert group is None
+
+
+def test_activation_checkpointing_changes_no_bit():
+    plain, checkpointed = build(DRAFT), build(DRAFT)
+    FullAC(FullAC.Config()).apply(checkpointed)
+    tokens = make_tokens()
+    for policy in (plain, checkpointed):
+        hidden, rows = run(policy, tokens)
+        (policy.lm_head(hidden).square().sum() + rows.hidden.square().sum()).backward()
+    names = [name.replace("._checkpoint_wrapped_module", "") for name, _ in checkpointed.named_parameters()]
+    assert names == [name for name, _ in plain.named_parameters()]
+    for (name, a), b in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+        # the draft's own head is applied by the chunked head, not here
+        assert (a.grad is None) == (b.grad is None) == (name == "draft.lm_head.weight")
+        assert a.grad is None or torch.equal(a.grad, b.grad), name
+
+
+def test_a_draft_changes_no_bit_of_the_policy():
+    alone, carrying = build(), build(DRAFT)
+    tokens = make_tokens()
+    for (name, a), (other, b) in zip(alone.named_parameters(), carrying.named_parameters(), strict=False):
+        assert name == other
+        assert torch.equal(a, b), name
+    hidden_alone, rows = run(alone, tokens)
+    assert rows is None
+    hidden_carrying, rows = run(carrying, tokens)
+    assert torch.equal(hidden_alone, hidden_carrying)
+    alone.lm_head(hidden_alone).square().sum().backward()
+    (carrying.lm_head(hidden_carrying).square().sum() + rows.hidden.square().sum()).backward()
+    expected = policy_gradients(alone)
+    for name, grad in policy_gradients(carrying).items():
+        assert torch.equal(grad, expected[name]), name
+    assert all(p.grad is not None for name, p in carrying.draft.named_parameters() if name != "lm_head.weight")
+
+
+def test_a_frozen_policy_trains_its_draft_alone():
+    policy = build(DRAFT, is_frozen=True)
+    hidden, rows = run(policy, make_tokens())
+    assert not hidden.requires_grad
+    rows.hidden.sum().backward()
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained
+    assert all(name.startswith("draft.") for name in trained)
+
+
+def test_float64_reaches_the_drafts_rows():
+    hidden, rows = run(build(DRAFT, dtype=torch.float64), make_tokens())
+    assert hidden.dtype == torch.float64
+    assert rows.hidden.dtype == torch.float64
+
+
+def test_taps_beyond_the_last_layer_are_refused():
+    config = make_qwen3_config(vocab_size=40, **SIZES)
+    config.draft = Eagle3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=40,
+        target_layer_ids=(1, 4),
+    )
+    with pytest.raises(ValueError, match=r"target_layer_ids is \(1, 4\); the policy has 4 layers"):
+        config.build()
+
+
+def test_a_submodule_outside_the_protocol_is_still_refused():
+    policy = build(DRAFT)
+    policy.extra = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="extra"):
+        policy.verify_module_protocol()
+    assert policy.draft is not None
+
+
+def test_flavours_have_the_stated_size():
+    with torch.device("meta"):
+        policy = model_registry("tiny").model.build()
+    assert sum(p.numel() for p in policy.parameters()) == 1_329_792
+    with pytest.raises(ValueError, match=r"flavor is 'huge'; allowed are \['smoke', 'tiny'\]"):
+        model_registry("huge")
