@@ -16,13 +16,14 @@ import os
 import random
 import time
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from specco.metrics import build_acceptance_pairs, compute_acceptance_length, make_pair
 from specco.rl import refit, vllm_mends
 
 if TYPE_CHECKING:
@@ -150,18 +151,20 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens a verification, the bonus token included; 1 when nothing was drafted."""
-        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+        """Tokens a verification, the bonus token included; NaN when nothing was verified."""
+        return compute_acceptance_length(self.num_drafts, self.num_accepted_tokens)
 
-    def to_metrics(self) -> dict[str, tuple[float, float]]:
-        """Return ``(sum, count)`` pairs, ready to be added up over ranks."""
-        metrics = {
-            "acceptance_length": (float(self.num_drafts + self.num_accepted_tokens), float(self.num_drafts)),
-            "rollout_tokens_per_s": (float(self.num_generated_tokens), self.generate_seconds),
-        }
-        for position, accepted in enumerate(self.num_accepted_tokens_per_pos):
-            metrics[f"acceptance_rate_pos{position}"] = (float(accepted), float(self.num_drafts))
-        return metrics
+    def take(self) -> EngineStats:
+        """Return the counts and start again from zero."""
+        counts = replace(self, num_accepted_tokens_per_pos=list(self.num_accepted_tokens_per_pos))
+        fresh = EngineStats(num_accepted_tokens_per_pos=[0] * len(self.num_accepted_tokens_per_pos))
+        vars(self).update(vars(fresh))
+        return counts
+
+    def to_pairs(self) -> dict[str, Tensor]:
+        """Return (sum, count) pairs of acceptance, total and by position, and of tokens by second of this engine."""
+        pairs = build_acceptance_pairs(self.num_drafts, self.num_accepted_tokens, self.num_accepted_tokens_per_pos)
+        return pairs | {"engine_tokens_per_s": make_pair(float(self.num_generated_tokens), self.generate_seconds)}
 
 
 class RolloutEngine:
@@ -187,7 +190,8 @@ class RolloutEngine:
         self._version = version
         self._policy_shapes = refit.read_weight_shapes(config.policy_path)
         self._draft_shapes = refit.read_weight_shapes(config.draft_path) if config.draft_path is not None else {}
-        self._stats = EngineStats()
+        num_positions = config.num_speculative_tokens if config.draft_path is not None else 0
+        self._stats = EngineStats(num_accepted_tokens_per_pos=[0] * num_positions)
         self._num_requests = 0
         started = time.perf_counter()
         with _keep_process_state():
@@ -310,10 +314,7 @@ class RolloutEngine:
 
     def stats(self) -> EngineStats:
         """Return the counts since the last call (or since the engine was built)."""
-        counts = EngineStats(**vars(self._stats))
-        counts.num_accepted_tokens_per_pos = list(self._stats.num_accepted_tokens_per_pos)
-        self._stats.__init__()
-        return counts
+        return self._stats.take()
 
     def close(self) -> None:
         """Free the engine. Process groups stay as they are; closing twice is harmless."""
@@ -371,10 +372,8 @@ def _build_vllm(config: EngineConfig, stats: EngineStats) -> LLMEngine:
             stats.num_drafts += step.num_drafts
             stats.num_draft_tokens += step.num_draft_tokens
             stats.num_accepted_tokens += step.num_accepted_tokens
-            per_pos = stats.num_accepted_tokens_per_pos or [0] * step.num_spec_tokens
-            stats.num_accepted_tokens_per_pos = [
-                a + b for a, b in zip(per_pos, step.num_accepted_tokens_per_pos, strict=True)
-            ]
+            for position, accepted in enumerate(step.num_accepted_tokens_per_pos):
+                stats.num_accepted_tokens_per_pos[position] += accepted
 
         def log_engine_initialized(self) -> None:
             pass
