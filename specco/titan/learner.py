@@ -37,6 +37,9 @@ from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
 from specco.titan.parallelize import check_parallelism
 
+DRAFT_PATTERN = r"^draft\."
+"""Matches the names of the draft's parameters in the policy's model."""
+
 
 def policy_and_draft_groups(policy_lr: float, draft_lr: float | None, **kwargs: Any) -> list[ParamGroupConfig]:
     """Return AdamW parameter groups for ``OptimizersContainer.Config``: the draft's first, then everything else.
@@ -49,7 +52,7 @@ def policy_and_draft_groups(policy_lr: float, draft_lr: float | None, **kwargs: 
     groups = [ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": policy_lr, **kwargs})]
     if draft_lr is not None:
         draft = ParamGroupConfig(
-            pattern=r"^draft\.", optimizer_name="AdamW", optimizer_kwargs={"lr": draft_lr, **kwargs}
+            pattern=DRAFT_PATTERN, optimizer_name="AdamW", optimizer_kwargs={"lr": draft_lr, **kwargs}
         )
         groups.insert(0, draft)
     return groups
