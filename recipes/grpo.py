@@ -12,8 +12,8 @@ for a KL term, multi-turn tasks (the environment protocol has them), and any lay
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import tyro
 from tqdm import tqdm
 
 from specco.titan import cpu_support
@@ -29,8 +30,9 @@ from specco.titan import cpu_support
 cpu_support.apply()
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
-from torchtitan.config import ConfigManager, Configurable  # noqa: E402
+from torchtitan.config import Configurable  # noqa: E402
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config.manager import custom_registry  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment  # noqa: E402
@@ -266,10 +268,17 @@ def smoke() -> Grpo.Config:
     return config
 
 
+CONFIGS = {"tiny_eagle3": tiny_eagle3, "smoke": smoke}
+
+
 def main() -> None:
     """Read the config from the command line and run the job."""
     init_logger()
-    config = ConfigManager().parse_args(["--module", "recipes.grpo", *sys.argv[1:]])
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", required=True, choices=CONFIGS)
+    args, fields = parser.parse_known_args()
+    default = CONFIGS[args.config]()
+    config = tyro.cli(type(default), args=fields, default=default, registry=custom_registry)
     job = config.build()
     try:
         job.run()

@@ -72,7 +72,7 @@ class Learner(Configurable):
         lr_scheduler: LRSchedulersContainer.Config = field(default_factory=LRSchedulersContainer.Config)
         training: TrainingConfig = field(default_factory=TrainingConfig)
         parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
-        activation_checkpoint: ActivationCheckpointingConfig | None = None
+        activation_checkpoint: ActivationCheckpointingConfig = None
         compile: CompileConfig = field(default_factory=CompileConfig)
         comm: CommConfig = field(default_factory=CommConfig)
         debug: DebugConfig = field(default_factory=DebugConfig)
