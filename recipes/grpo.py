@@ -211,8 +211,8 @@ class Grpo(Configurable):
 
     def _get_engine_pairs(self, prefix: str, suffix: str = "") -> dict[str, torch.Tensor]:
         """Return what the engine counted of its drafts since the last call, as (sum, count) pairs of this rank."""
-        pairs = self.engine.stats().to_metrics() if self.config.arm != "none" else {}
-        return {f"{prefix}{name}{suffix}": make_pair(*pair) for name, pair in pairs.items() if "acceptance" in name}
+        pairs = self.engine.stats().to_pairs() if self.config.arm != "none" else {}
+        return {f"{prefix}{name}{suffix}": pair for name, pair in pairs.items() if name.startswith("acceptance")}
 
     def _refit(self, version: int) -> None:
         draft = self.learner.draft_weights() if self.learner.draft is not None else None
