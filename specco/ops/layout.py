@@ -13,6 +13,7 @@ no real row ever sees a padding row: padding is the end of its document. With ``
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ class PackedLayout:
         self.num_rows = int(self.local_cu_seqlens[-1])
         self.global_rows, self.position_ids, self.document_ids = self._map_rows(cp_rank)
         self.has_padding = bool((self.global_rows < 0).any())
-        self._by_device: dict[tuple[str, torch.device], Tensor] = {}
+        # What others derive from the layout alone, by key: kept as long as the layout is.
+        self.memo: dict[tuple, Any] = {}
 
     @classmethod
     def build(cls, cu_seqlens: Tensor | Sequence[int], cp_size: int = 1, cp_rank: int = 0) -> PackedLayout:
@@ -100,9 +102,9 @@ class PackedLayout:
     def on_device(self, name: str, device: torch.device) -> Tensor:
         """Return the attribute ``name`` on a device, copied there once."""
         key = (name, device)
-        if key not in self._by_device:
-            self._by_device[key] = getattr(self, name).to(device)
-        return self._by_device[key]
+        if key not in self.memo:
+            self.memo[key] = getattr(self, name).to(device)
+        return self.memo[key]
 
     def zero_padding(self, x: Tensor, value: float = 0.0) -> Tensor:
         """Return ``x [T, ...]`` with its padding rows set to ``value``; ``x`` itself where there are none."""
@@ -144,9 +146,11 @@ class PackedLayout:
         Raises:
             ValueError: ``x`` has not ``num_rows`` rows, or the group is not the layout's.
         """
-        if x.shape[0] != self.num_rows:
-            raise ValueError(f"x has {x.shape[0]} rows, but the layout has num_rows={self.num_rows}")
-        self.check_group(group)
+        problem = self.find_group_problem(group)
+        if problem is None and x.shape[0] != self.num_rows:
+            problem = f"x has {x.shape[0]} rows, but the layout has num_rows={self.num_rows}"
+        if problem is not None:
+            raise ValueError(problem)
         if self.cp_size == 1:
             return x.detach()
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.cp_size)]
@@ -157,15 +161,16 @@ class PackedLayout:
             out[rows[rows >= 0]] = part[rows >= 0]
         return out
 
-    def check_group(self, group: dist.ProcessGroup | None) -> None:
-        """Raise ValueError unless ``group`` has the layout's size and this process its rank."""
+    def find_group_problem(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return what is wrong with ``group`` (its size and this process's rank must be the layout's), or None."""
         size = 1 if group is None else group.size()
         rank = 0 if group is None else group.rank()
-        if (size, rank) != (self.cp_size, self.cp_rank):
-            raise ValueError(
-                f"group has size {size} and this rank is {rank}, but the layout was built with "
-                f"cp_size={self.cp_size} and cp_rank={self.cp_rank}; the two must be equal"
-            )
+        if (size, rank) == (self.cp_size, self.cp_rank):
+            return None
+        return (
+            f"group has size {size} and this rank is {rank}, but the layout was built with cp_size={self.cp_size} "
+            f"and cp_rank={self.cp_rank}; the two must be equal"
+        )
 
     def locate(self, global_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rank that holds each global row, and the local row there.

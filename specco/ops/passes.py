@@ -1,0 +1,227 @@
+"""One pass of branch queries over a trunk: rows in kernel order, and the walk over the shards, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specco.ops.branch_keys import BranchKeys, finish_backward, finish_forward
+from specco.ops.kernels import Backend
+from specco.ops.layout import PackedLayout
+from specco.ops.naive import accumulator_dtype
+from specco.ops.plan import QueryRows, StepPlan, plan_anchored, plan_every_row
+from specco.ops.ring import Contributions, GatheredShards, RingShards
+
+_NUM_KEPT_PASSES = 8
+
+
+class QueryPass:
+    """How the queries ``[B, G, N, H]`` of one pass become kernel rows, and which calls they need in each step.
+
+    Every-row queries without a window keep their order, and the G queries of a row become heads (they see the same
+    prefix). Others are sorted by anchor, and query g of branch b becomes row ``b * G + g``.
+
+    Args:
+        layout: of the trunk.
+        backend: that will run the calls.
+        num_queries: G.
+        num_kv_heads: K.
+        anchors: int64 ``[B]``, local rows; None = every row, in order.
+        trunk_inclusive: whether the anchor's own row is seen.
+        window: sliding window in tokens, or None.
+        query_offset: int64 ``[G]``, or None for 0..G-1.
+    """
+
+    def __init__(
+        self,
+        layout: PackedLayout,
+        backend: Backend,
+        *,
+        num_queries: int,
+        num_kv_heads: int,
+        anchors: Tensor | None,
+        trunk_inclusive: bool,
+        window: int | None,
+        query_offset: Tensor | None,
+    ) -> None:
+        self.layout, self.backend, self.trunk_inclusive = layout, backend, trunk_inclusive
+        self.num_queries, self.num_kv_heads = num_queries, num_kv_heads
+        longest = int(torch.diff(layout.cu_seqlens).max()) if layout.num_documents else 0
+        offsets = torch.arange(num_queries) if query_offset is None else query_offset.cpu()
+        if window is not None and window >= longest + int(offsets.max()):
+            window = None
+        self.order: Tensor | None = None
+        self.queries: QueryRows | None = None
+        self._plans: dict[int, StepPlan] = {}
+        if anchors is None and window is None:
+            return
+        if anchors is None:
+            rows = (layout.global_rows >= 0).nonzero().view(-1)
+            self.order = rows if layout.has_padding else None
+        else:
+            rows, order = torch.sort(anchors.cpu(), stable=True)
+            self.order = None if bool((order[1:] > order[:-1]).all()) else order
+        self.queries = QueryRows(
+            layout.document_ids[rows], rows, layout.position_ids[rows], num_queries, offsets, trunk_inclusive, window
+        )
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """Return ``[B, G, N, ...]`` as kernel rows ``[Q, heads, ...]``."""
+        if self.queries is None and self.num_queries > 1:
+            batch, num_queries, num_heads = x.shape[:3]
+            x = x.reshape(batch, num_queries, self.num_kv_heads, num_heads // self.num_kv_heads, *x.shape[3:])
+            return x.transpose(1, 2).reshape(batch, num_queries * num_heads, *x.shape[4:])
+        if self.order is not None:
+            x = x.index_select(0, self.order.to(x.device))
+        return x.flatten(0, 1)
+
+    def from_rows(self, rows: Tensor, shape: torch.Size, fill: float) -> Tensor:
+        """Undo :meth:`to_rows`; branches that have no row get ``fill``."""
+        if self.queries is None and self.num_queries > 1:
+            batch, num_queries, num_heads = shape[:3]
+            rows = rows.view(batch, self.num_kv_heads, num_queries, num_heads // self.num_kv_heads, *shape[3:])
+            return rows.transpose(1, 2).reshape(shape)
+        if self.order is None:
+            return rows.view(shape)
+        out = rows.new_full(shape, fill)
+        return out.index_copy_(0, self.order.to(rows.device), rows.view(-1, *shape[1:]))
+
+    def plan(self, source: int, bases: Tensor) -> StepPlan:
+        """Return the calls of the step that holds a rank's keys; plans of every-row passes are kept by the layout.
+
+        Args:
+            source: the rank.
+            bases: int64 ``[n]``, place in the key tensor that stands for local row 0 of each document.
+        """
+        is_ragged = self.backend.is_ragged
+        if self.queries is not None:
+            if source not in self._plans:
+                self._plans[source] = plan_anchored(self.queries, self.layout, source, bases=bases, is_ragged=is_ragged)
+            return self._plans[source]
+        key = ("every_row", source, self.trunk_inclusive, is_ragged, tuple(bases.tolist()))
+        if key not in self.layout.memo:
+            self.layout.memo[key] = plan_every_row(
+                self.layout, source, trunk_inclusive=self.trunk_inclusive, bases=bases, is_ragged=is_ragged
+            )
+        return self.layout.memo[key]
+
+
+def build_query_pass(
+    layout: PackedLayout,
+    backend: Backend,
+    q: Tensor,
+    num_kv_heads: int,
+    anchors: Tensor | None,
+    trunk_inclusive: bool,
+    window: int | None,
+    query_offset: Tensor | None,
+) -> QueryPass:
+    """Return the pass of queries ``q [B, G, N, H]``; the layout keeps the last few.
+
+    The layers of a draft share their anchors, and backward needs the plan of forward again.
+    """
+    anchor_key = None if anchors is None else tuple(anchors.tolist())
+    offset_key = None if query_offset is None else tuple(query_offset.tolist())
+    key = (anchor_key, offset_key, q.shape[1], num_kv_heads, trunk_inclusive, window, backend)
+    recent: dict[tuple, QueryPass] = layout.memo.setdefault(("passes",), {})
+    if key not in recent:
+        if len(recent) == _NUM_KEPT_PASSES:
+            recent.pop(next(iter(recent)))
+        recent[key] = QueryPass(
+            layout,
+            backend,
+            num_queries=q.shape[1],
+            num_kv_heads=num_kv_heads,
+            anchors=anchors,
+            trunk_inclusive=trunk_inclusive,
+            window=window,
+            query_offset=query_offset,
+        )
+    return recent[key]
+
+
+def forward_pass(
+    query_pass: QueryPass,
+    shards: RingShards | GatheredShards,
+    q: Tensor,
+    branch: BranchKeys | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
+    rows = query_pass.to_rows(q)
+    dtype = accumulator_dtype(q.dtype)
+    partial: list[Tensor] = []
+
+    def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> None:
+        plan = query_pass.plan(source, bases)
+        is_whole = query_pass.layout.cp_size == 1 and plan.covers_all and len(plan.calls) == 1
+        if not partial and not is_whole:
+            is_single = query_pass.layout.cp_size == 1 and plan.covers_all
+            partial.append(torch.zeros_like(rows, dtype=q.dtype if is_single else dtype))
+            partial.append(torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=q.device))
+        for call in plan.calls:
+            part_out, part_lse = query_pass.backend.forward(
+                call.q_rows.take(rows), call.k_rows.take(k), call.k_rows.take(v), call.mask.to(q.device), scale
+            )
+            if is_whole:
+                partial.extend((part_out.flatten(0, 1), part_lse.flatten(0, 1)))
+            elif call.is_first:
+                call.q_rows.write(partial[0], partial[1], part_out, part_lse)
+            else:
+                call.q_rows.merge(partial[0], partial[1], part_out, part_lse)
+
+    shards.forward(visit)
+    out = query_pass.from_rows(partial[0], q.shape, 0.0)
+    lse = query_pass.from_rows(partial[1], q.shape[:-1], -torch.inf)
+    return finish_forward(out, lse, q, branch, sinks, scale)
+
+
+def backward_pass(
+    query_pass: QueryPass,
+    shards: RingShards | GatheredShards,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    branch: BranchKeys | None,
+    scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Tensor]]:
+    """Return dq, (dk, dv) of the trunk where the shards do not keep them, and the branch's dk and dv.
+
+    Collective over the shards' group in ring mode.
+    """
+    # exp(s - inf) = 0: rows without a key give no gradient, whatever their dout holds.
+    is_empty = lse == -torch.inf
+    lse = lse.masked_fill(is_empty, torch.inf)
+    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if bool(is_empty.any()) else dout
+    q_rows, dout_rows, out_rows, lse_rows = (query_pass.to_rows(x) for x in (q, dout, out, lse))
+    dq: list[Tensor] = []
+
+    def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Contributions:
+        plan = query_pass.plan(source, bases)
+        is_whole = query_pass.layout.cp_size == 1 and plan.covers_all and len(plan.calls) == 1
+        if not dq and not is_whole:
+            is_single = query_pass.layout.cp_size == 1 and plan.covers_all
+            dq.append(torch.zeros_like(q_rows, dtype=q.dtype if is_single else accumulator_dtype(q.dtype)))
+        contributions: Contributions = []
+        for call in plan.calls:
+            part_dq, part_dk, part_dv = query_pass.backend.backward(
+                *(call.q_rows.take(x) for x in (dout_rows, q_rows)),
+                call.k_rows.take(k),
+                call.k_rows.take(v),
+                *(call.q_rows.take(x) for x in (out_rows, lse_rows)),
+                call.mask.to(q.device),
+                scale,
+            )
+            contributions.append((call.k_rows, part_dk, part_dv))
+            if is_whole:
+                dq.append(part_dq.flatten(0, 1))
+            else:
+                call.q_rows.add_to(dq[0], part_dq)
+        return contributions
+
+    dtrunk = shards.backward(visit)
+    dq_all = query_pass.from_rows(dq[0], q.shape, 0.0)
+    dq_all, dkeys, dvalues = finish_backward(dq_all, dout, q, out, lse, branch, scale)
+    return dq_all, dtrunk, dkeys, dvalues

@@ -1,0 +1,316 @@
+"""How a trunk's keys and values meet the queries of every rank: round the ring, or gathered once.
+
+Both classes offer the same two walks over the shards that this rank may see. ``forward(visit)`` calls
+``visit(source, k, v, bases)`` for each, own shard first; ``backward(visit)`` does the same, takes the contributions to
+dK and dV that ``visit`` returns, and sees to it that they arrive at their owners.
+
+Ring, cp_size = 4, seen from rank r (K/V move to r + 1; dK/dV start at the first remote rank and follow them)::
+
+    step         0          1          2          3
+    computes     r          r - 1      r - 2      r - 3      K/V shard, while the next one is under way
+    dK/dV                   begin      add        add        then home to r + 1 = owner of shard r - 3
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from specco.ops.layout import PackedLayout
+from specco.ops.naive import accumulator_dtype
+from specco.ops.rows import RowSet
+
+Contributions = list[tuple[RowSet, Tensor, Tensor]]
+"""Rows of a shard with the gradients of their keys and values, ``[b, n, K, H]`` each."""
+
+ForwardVisit = Callable[[int, Tensor, Tensor, Tensor], None]
+BackwardVisit = Callable[[int, Tensor, Tensor, Tensor], Contributions]
+
+
+@dataclass
+class TrafficCounters:
+    """What one rank sent, and how long it stood still for it.
+
+    Args:
+        messages: tensors sent.
+        bytes: bytes sent.
+        wait_seconds: time spent in waits, which no computation covered.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+class RingComm:
+    """Sends and receives on one process group, posted early and waited on late.
+
+    Args:
+        group: the context-parallel group.
+        counters: added to, never reset.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, counters: TrafficCounters) -> None:
+        self.group, self.counters = group, counters
+        self._works: list[dist.Work] = []
+        self._buffers: list[Tensor] = []
+
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> None:
+        """Start sends to, and receives from, ranks of the group. Empty tensors are not sent.
+
+        The peers must post the matching receives and sends in the same order. Buffers live until :meth:`wait`.
+        """
+        ops = []
+        for tensor, peer in sends:
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.isend, tensor, dist.get_global_rank(self.group, peer), self.group))
+                self.counters.messages += 1
+                self.counters.bytes += tensor.numel() * tensor.element_size()
+                self._buffers.append(tensor)
+        for tensor, peer in receives:
+            if tensor.numel():
+                ops.append(dist.P2POp(dist.irecv, tensor, dist.get_global_rank(self.group, peer), self.group))
+        if ops:
+            self._works.extend(dist.batch_isend_irecv(ops))
+
+    def wait(self) -> None:
+        """Wait for everything posted."""
+        start = time.perf_counter()
+        for work in self._works:
+            work.wait()
+        self.counters.wait_seconds += time.perf_counter() - start
+        self._works.clear()
+        self._buffers.clear()
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Return K and V in one buffer ``[2, T, K, H]``: one message."""
+    return torch.stack([k, v])
+
+
+def add_contributions(total: Tensor, contributions: Contributions) -> None:
+    """Add the gradients of some rows to ``total [2, T, K, H]``."""
+    for rows, dk, dv in contributions:
+        rows.add_to(total[0], dk)
+        rows.add_to(total[1], dv)
+
+
+class RingShards:
+    """K/V ride the ring for every walk: memory of two shards.
+
+    Args:
+        k: ``[T, K, H]``, this rank's rows.
+        v: ``[T, K, H]``.
+        layout: of the trunk.
+        group: context-parallel group, None at one rank.
+        counters: of the traffic.
+    """
+
+    def __init__(
+        self, k: Tensor, v: Tensor, layout: PackedLayout, group: dist.ProcessGroup | None, counters: TrafficCounters
+    ) -> None:
+        self.k, self.v, self.layout, self.group, self.counters = k, v, layout, group, counters
+        self._bases = layout.local_cu_seqlens[:-1]
+
+    def _neighbours(self) -> tuple[int, int]:
+        rank, size = self.layout.cp_rank, self.layout.cp_size
+        return (rank + 1) % size, (rank - 1) % size
+
+    def _walk(self, visit: Callable[[int, int, Tensor, Tensor], None]) -> None:
+        """Call ``visit(step, source, k, v)`` for each shard, the next one's exchange already under way."""
+        size = self.layout.cp_size
+        if self.group is None:
+            visit(0, 0, self.k, self.v)
+            return
+        comm = RingComm(self.group, self.counters)
+        following, preceding = self._neighbours()
+        kv_held = _pack(self.k, self.v)
+        kv_free = torch.empty_like(kv_held)
+        for step in range(size):
+            if step < size - 1:
+                comm.post([(kv_held, following)], [(kv_free, preceding)])
+            visit(step, (self.layout.cp_rank - step) % size, kv_held[0], kv_held[1])
+            comm.wait()
+            kv_held, kv_free = kv_free, kv_held
+
+    def forward(self, visit: ForwardVisit) -> None:
+        """Show every shard to ``visit``. Collective over the group."""
+        self._walk(lambda step, source, k, v: visit(source, k, v, self._bases))
+
+    def backward(self, visit: BackwardVisit) -> tuple[Tensor, Tensor]:
+        """Show every shard to ``visit`` and return this rank's ``dk, dv [T, K, H]``. Collective over the group."""
+        shape, dtype = (2, *self.k.shape), accumulator_dtype(self.k.dtype)
+        own: Contributions = []
+        buffers: list[Tensor] = []
+        comm = None if self.group is None else RingComm(self.group, self.counters)
+        following, preceding = self._neighbours()
+
+        def collect(step: int, source: int, k: Tensor, v: Tensor) -> None:
+            contributions = visit(source, k, v, self._bases)
+            if step == 0:
+                own.extend(self._shorten(contributions))
+                return
+            assert comm is not None
+            comm.wait()
+            if step == 1:
+                buffers.append(torch.zeros(shape, dtype=dtype, device=k.device))
+            add_contributions(buffers[-1], contributions)
+            # At most two sums live here: the one that leaves and the one that comes.
+            arriving = torch.empty_like(buffers[-1]) if len(buffers) == 1 else buffers.pop(0)
+            comm.post([(buffers[-1], following)], [(arriving, preceding)])
+            buffers.append(arriving)
+
+        self._walk(collect)
+        if comm is not None:
+            comm.wait()
+        elif self._covers_all(own):
+            return own[0][1].reshape(self.k.shape).to(self.k.dtype), own[0][2].reshape(self.k.shape).to(self.k.dtype)
+        total = buffers[-1] if buffers else torch.zeros(shape, dtype=dtype, device=self.k.device)
+        add_contributions(total, own)
+        return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
+
+    def _covers_all(self, contributions: Contributions) -> bool:
+        if len(contributions) != 1:
+            return False
+        rows = contributions[0][0]
+        return not rows.is_padded and rows.is_contiguous and rows.num_rows == self.k.shape[0]
+
+    def _shorten(self, contributions: Contributions) -> Contributions:
+        """Return the contributions, summed into one where they hold more rows than the shard."""
+        if sum(rows.num_rows for rows, _, _ in contributions) <= max(1, self.k.shape[0]):
+            return contributions
+        total = torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
+        add_contributions(total, contributions)
+        return [(RowSet([0], [self.k.shape[0]]), total[0].unsqueeze(0), total[1].unsqueeze(0))]
+
+
+def find_needed_rows(
+    layout: PackedLayout, source: int, reader: int, window: int | None
+) -> tuple[Tensor | None, Tensor]:
+    """Return which local rows of rank ``source`` rank ``reader`` sees, in whole chunks.
+
+    Args:
+        window: sliding window in tokens of queries that stand at or after their anchor; None = all.
+
+    Returns:
+        The rows, int64, or None for all of them; and int64 ``[n]``, the place among them that stands for local row 0 of
+        each document.
+    """
+    starts = layout.local_cu_seqlens[:-1]
+    chunk = torch.diff(layout.local_cu_seqlens) // 2
+    if source == reader:
+        return None, starts
+    last_chunk = 2 * layout.cp_size - 1
+    is_needed = []
+    for source_chunk in (source, last_chunk - source):
+        needed = torch.zeros_like(chunk, dtype=torch.bool)
+        for query_chunk in (reader, last_chunk - reader):
+            if query_chunk > source_chunk:
+                reach = torch.full_like(chunk, -1) if window is None else query_chunk * chunk - window + 1
+                needed |= reach < (source_chunk + 1) * chunk
+        is_needed.append(needed)
+    has_head, has_tail = is_needed
+    if bool(has_head.all() and has_tail.all()):
+        return None, starts
+    head_rows, tail_rows = has_head * chunk, has_tail * chunk
+    counts = head_rows + tail_rows
+    places = counts.cumsum(0) - counts
+    first = starts + ~has_head * chunk
+    rows = torch.repeat_interleave(first - places, counts) + torch.arange(int(counts.sum()))
+    return rows, places - ~has_head * has_tail * chunk
+
+
+class GatheredShards:
+    """Each chunk that this rank sees comes once, straight from its owner, and serves every pass over the trunk.
+
+    dK/dV are summed over passes, in the accumulator type, and go home in :meth:`send_home`.
+
+    Args:
+        k: ``[T, K, H]``, this rank's rows.
+        v: ``[T, K, H]``.
+        layout: of the trunk.
+        group: context-parallel group, None at one rank.
+        counters: of the traffic.
+        window: largest sliding window of any pass; None = no limit.
+    """
+
+    def __init__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        group: dist.ProcessGroup | None,
+        counters: TrafficCounters,
+        window: int | None,
+    ) -> None:
+        self.k, self.v, self.layout, self.counters, self.window = k, v, layout, counters, window
+        self._comm = None if group is None else RingComm(group, counters)
+        self._sources = [(layout.cp_rank - step) % layout.cp_size for step in range(1, layout.cp_size)]
+        self._bases = {layout.cp_rank: layout.local_cu_seqlens[:-1]}
+        self._held: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+        if self._comm is not None:
+            self._post_gather(self._comm)
+
+    def _post_gather(self, comm: RingComm) -> None:
+        rank, layout = self.layout.cp_rank, self.layout
+        kv = _pack(self.k, self.v)
+        sends, receives, copies = [], [], {}
+        for source in self._sources:
+            rows, self._bases[source] = find_needed_rows(layout, source, rank, self.window)
+            num_rows = layout.num_rows if rows is None else rows.numel()
+            self._held[source] = kv.new_empty(2, num_rows, *kv.shape[2:])
+            receives.append((self._held[source], source))
+        for reader in reversed(self._sources):
+            rows, _ = find_needed_rows(layout, rank, reader, self.window)
+            key = None if rows is None else tuple(rows.tolist())
+            if key not in copies:
+                copies[key] = kv if rows is None else kv.index_select(1, rows.to(kv.device))
+            sends.append((copies[key], reader))
+        comm.post(sends, receives)
+
+    def _shards(self) -> list[tuple[int, Tensor, Tensor]]:
+        own = [(self.layout.cp_rank, self.k, self.v)]
+        return own + [(source, self._held[source][0], self._held[source][1]) for source in self._sources]
+
+    def forward(self, visit: ForwardVisit) -> None:
+        """Show every shard to ``visit``. No collective but the wait for what the constructor posted."""
+        for source, k, v in self._shards():
+            if source != self.layout.cp_rank and self._comm is not None:
+                self._comm.wait()
+            visit(source, k, v, self._bases[source])
+
+    def backward(self, visit: BackwardVisit) -> None:
+        """Show every shard to ``visit`` and keep the sums of dK and dV. No collective."""
+        for source, k, v in self._shards():
+            if source not in self._sums:
+                self._sums[source] = torch.zeros(2, *k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
+            add_contributions(self._sums[source], visit(source, k, v, self._bases[source]))
+
+    def send_home(self) -> tuple[Tensor, Tensor]:
+        """Send the sums to their owners and return this rank's ``dk, dv [T, K, H]``. Collective over the group."""
+        rank, size, dtype = self.layout.cp_rank, self.layout.cp_size, accumulator_dtype(self.k.dtype)
+
+        def take(source: int, shape: torch.Size) -> Tensor:
+            sums = self._sums.pop(source, None)
+            return torch.zeros(shape, dtype=dtype, device=self.k.device) if sums is None else sums
+
+        total = take(rank, torch.Size((2, *self.k.shape)))
+        for step in range(1, size):
+            assert self._comm is not None
+            owner, reader = (rank + step) % size, (rank - step) % size
+            rows, _ = find_needed_rows(self.layout, rank, reader, self.window)
+            shape = (2, total.shape[1] if rows is None else rows.numel(), *total.shape[2:])
+            arriving = torch.empty(shape, dtype=dtype, device=total.device)
+            self._comm.post([(take(owner, self._held[owner].shape), owner)], [(arriving, reader)])
+            self._comm.wait()
+            if rows is None:
+                total += arriving
+            else:
+                total.index_add_(1, rows.to(total.device), arriving)
+        return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
