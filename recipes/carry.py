@@ -20,6 +20,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specco.rl.environment import Trajectory
+
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 VOCABULARY = [PAD_TOKEN, EOS_TOKEN, *string.digits, *"+=;#", *string.ascii_lowercase, *string.ascii_uppercase[:22]]
@@ -131,3 +133,23 @@ class CarrySamples:
         is_exact = rng.random() < self.careful_share
         response = write_careful(operands) if is_exact else write_sloppy(operands, rng)
         return encode(write_prompt(operands)), [*encode(response), EOS_ID]
+
+
+@dataclass(frozen=True)
+class CarryEnvironment:
+    """The task as ``specco.rl.environment.Environment``: one turn, reward 1 for the right sum.
+
+    Args:
+        seed: of the prompts; another seed than the warm start's gives prompts that are new but for chance.
+    """
+
+    seed: int
+
+    def make_prompt(self, group_id: int) -> list[int]:
+        return encode(write_prompt(draw_operands(self.seed, group_id)))
+
+    def answer_turn(self, trajectory: Trajectory) -> None:
+        """Return None: the conversation is over after the policy's one turn."""
+
+    def score(self, trajectory: Trajectory) -> float:
+        return score_response(draw_operands(self.seed, trajectory.group_id), trajectory.response_ids)
