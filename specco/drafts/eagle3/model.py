@@ -53,12 +53,10 @@ class TttAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.trunk is None:
             self.trunk = Trunk(k, v, self.layout, self.group)
-            branch_k = branch_v = None
         else:
-            self.branch_keys.append(k)
-            self.branch_values.append(v)
-            branch_k, branch_v = torch.stack(self.branch_keys, dim=1), torch.stack(self.branch_values, dim=1)
-        out = self.trunk.attend(q.unsqueeze(1), branch_k, branch_v, trunk_inclusive=True)
+            self.branch_keys.append(k.unsqueeze(1))
+            self.branch_values.append(v.unsqueeze(1))
+        out = self.trunk.attend(q.unsqueeze(1), self.branch_keys, self.branch_values, trunk_inclusive=True)
         assert isinstance(out, Tensor)
         return out.squeeze(1)
 
