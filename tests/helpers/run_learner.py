@@ -1,0 +1,148 @@
+"""Run the learner under torchrun on fixed rollouts and save what it did: gradients, weights, metrics.
+
+    torchrun --nproc-per-node N tests/helpers/run_learner.py POLICY DRAFT OUT VARIANT [VARIANT ...]
+
+Each variant writes ``OUT/VARIANT.safetensors`` (clipped gradients of every step as ``grad/STEP/NAME``, final weights as
+``weight/NAME``) and ``OUT/VARIANT.json`` (metrics by step).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from specco.titan import cpu_support
+
+cpu_support.apply()
+
+from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
+
+from specco.drafts.load import read_eagle3_config  # noqa: E402
+from specco.packing import PackedTokens, pack_documents  # noqa: E402
+from specco.rl.grpo import GrpoLoss  # noqa: E402
+from specco.titan.export import read_policy_config  # noqa: E402
+from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
+from specco.titan.registry import make_model_spec  # noqa: E402
+
+NUM_STEPS = 3
+TORCH_DTYPE_MAP["float64"] = torch.float64
+
+VARIANTS = {
+    "joint": {},
+    "weight0": {"draft_weight": 0.0},
+    "alone": {"has_draft": False},
+    "microbatches": {"max_tokens": 24},
+    "permuted": {"is_permuted": True},
+    "checkpointed": {"activation_checkpoint": FullAC.Config()},
+    "lopsided": {"is_lopsided": True},
+    "nan_draft": {"poisoned": "draft."},
+    "nan_policy": {"poisoned": "layers."},
+}
+"""What each run changes; "joint" is the plain one."""
+
+
+def make_documents(step: int) -> dict[str, list[torch.Tensor]]:
+    """Return the same documents on every rank: short, long, one token, and one without targets."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = [9, 1, 17, 2, 12, 6]
+    documents = {"ids": [], "masks": [], "inference_logprobs": [], "advantages": []}
+    for index, length in enumerate(lengths):
+        documents["ids"].append(torch.randint(64, (length,), generator=generator))
+        documents["masks"].append((torch.arange(length) >= min(3, length - 1)) & (index != 5))
+        documents["inference_logprobs"].append(-4 * torch.rand(length, generator=generator, dtype=torch.float64))
+        advantage = torch.randn((), generator=generator, dtype=torch.float64)
+        documents["advantages"].append(advantage.expand(length))
+    return documents
+
+
+def make_microbatches(
+    step: int, *, max_tokens: int = 64, is_permuted: bool = False, is_lopsided: bool = False
+) -> list[PackedTokens]:
+    """Return this rank's share of the step's documents, packed."""
+    documents = make_documents(step)
+    order = list(range(len(documents["ids"])))
+    if is_permuted:
+        order = order[::-1]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = (order if rank == 0 else []) if is_lopsided else order[rank::world_size]
+    return pack_documents(
+        [documents["ids"][i] for i in mine],
+        [documents["masks"][i] for i in mine],
+        max_tokens=max_tokens,
+        sample_ids=mine,
+        row_values={name: [documents[name][i] for i in mine] for name in ("inference_logprobs", "advantages")},
+    )
+
+
+def build_learner(policy_path: str, draft_path: str, has_draft: bool, **changes: object) -> Learner:
+    """Build a float64 learner whose clipping is at work."""
+    wide = {"mixed_precision_param": "float64", "mixed_precision_reduce": "float64", "dtype": "float64"}
+    config = Learner.Config(
+        model_spec=make_model_spec(
+            read_policy_config(policy_path),
+            flavor="test",
+            draft=read_eagle3_config(draft_path) if has_draft else None,
+        ),
+        policy_path=policy_path,
+        draft_path=draft_path if has_draft else "",
+        optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(1e-3, 2e-3 if has_draft else None)),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        training=TrainingConfig(max_norm=0.05, steps=NUM_STEPS, disable_cuda_graphs=True, **wide),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        draft_max_norm=0.5,
+        chunk_rows=5,
+    )
+    return replace(config, **changes).build()
+
+
+def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None:
+    """Run the steps of one variant and save them on rank 0."""
+    changes = dict(VARIANTS[name])
+    batch = {key: changes.pop(key) for key in ("max_tokens", "is_permuted", "is_lopsided") if key in changes}
+    poisoned = changes.pop("poisoned", None)
+    learner = build_learner(policy_path, draft_path, changes.pop("has_draft", True), **changes)
+    parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
+    tensors, metrics = {}, []
+
+    def save_gradients(*_: object) -> None:
+        for parameter_name, parameter in parameters.items():
+            if parameter.grad is not None:
+                tensors[f"grad/{len(metrics)}/{parameter_name}"] = parameter.grad.full_tensor().clone()
+
+    def poison(grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("nan") if len(metrics) == 1 else grad
+
+    for optimizer in learner.optimizers:
+        optimizer.register_step_pre_hook(save_gradients)
+    if poisoned is not None:
+        parameter = next(p for n, p in parameters.items() if n.startswith(poisoned))
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
+    for step in range(NUM_STEPS):
+        metrics.append(learner.step(make_microbatches(step, **batch), GrpoLoss()))
+    for parameter_name, parameter in parameters.items():
+        tensors[f"weight/{parameter_name}"] = parameter.detach().full_tensor().clone()
+    if dist.get_rank() == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, out / f"{name}.safetensors")
+        (out / f"{name}.json").write_text(json.dumps(metrics))
+
+
+def main() -> None:
+    policy_path, draft_path, out, *names = sys.argv[1:]
+    for name in names:
+        run_variant(policy_path, draft_path, Path(out), name)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
