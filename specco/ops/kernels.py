@@ -232,7 +232,10 @@ class NaiveBackend:
 @lru_cache(maxsize=1)
 def _load_backends() -> dict[str, Backend]:
     """Return every backend by name, in the order in which "auto" tries them."""
-    return {"cpu": CpuBackend(), "naive": NaiveBackend()}
+    # Here, since that module needs this one.
+    from specco.ops.kernels_gpu import FlashBackend, FlexBackend
+
+    return {"cpu": CpuBackend(), "flash": FlashBackend(), "flex": FlexBackend(), "naive": NaiveBackend()}
 
 
 BACKEND_NAMES = ("auto", "cpu", "flash", "flex", "naive")
