@@ -42,6 +42,9 @@ class Traffic:
         self.messages += 1
         self.wait_s += time.perf_counter() - since
 
+    def reset(self) -> None:
+        self.bytes_sent, self.messages, self.wait_s = 0, 0, 0.0
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -265,6 +268,7 @@ class AllGather:
 
     def run_passes(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
         """q[d] [T, N, H], k[d] and v[d] [T, K, H] of each pass -> out[d] [T, N, H]. Collective."""
+        self.traffic.reset()
         outs = []
         for d, q_pass in enumerate(q):
             branch = (torch.stack(k[1 : d + 1], 1), torch.stack(v[1 : d + 1], 1)) if d else (None, None)
@@ -274,5 +278,6 @@ class AllGather:
 
     def run_blocks(self, q: Tensor, k: Tensor, v: Tensor, k_branch: Tensor, v_branch: Tensor) -> Tensor:
         """q [B, W, N, H], trunk k and v [T, K, H], own keys [B, W, K, H] -> [B, W, N, H]. Collective."""
+        self.traffic.reset()
         rest = self.pieces, self.plan, self.group, self.traffic, True
         return AllGatherAttention.apply(q.flatten(0, 1), k, v, k_branch, v_branch, *rest).view_as(q)

@@ -9,8 +9,8 @@ Cases: ``eagle3-P``, P passes of TTT; ``dflash-A``, A sampled anchors with block
 document, ``packed`` is documents of 256 to 2,048 tokens. One process per rank, one thread each, gloo.
 
 Variants: ``ours-ring``, ``ours-gather``; ``allgather`` and ``usp-UxR`` (Ulysses x ring, see bench_baselines.py and
-bench_usp.py); at one rank ``ours`` and ``single``. Every figure is the median over repeats, in which all variants take
-turns, the order turning by one each time:
+bench_usp.py); at one rank ``ours-ring`` and ``single``. Every figure is the median over repeats, in which all variants
+take turns, the order turning by one each time:
 
 cpu_s       CPU seconds of the busiest rank, forward and backward (time.process_time: all threads of the process)
 wall_s      seconds of the slowest rank; means something only where each rank has a core of its own
@@ -36,6 +36,7 @@ import subprocess
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -43,10 +44,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_baselines import AllGather, AllGatherPlan
+from bench_baselines import AllGather, AllGatherPlan, Traffic
+from bench_plot import plot_results
 from bench_usp import Usp, UspPlan
 from torch import Tensor
 
+from specco.ops.branch_attention import Trunk
+from specco.ops.layout import PackedLayout
 from specco.ops.naive import naive_branch_attention
 
 MIB = 2**20
@@ -101,23 +105,71 @@ class Case:
         return {key: [torch.randn(s).to(DTYPES[self.dtype]) for s in sizes] for key, sizes in shapes.items()}
 
 
+class Ours:
+    """specco's op as a variant; attributes and methods as of ``bench_usp.Usp``."""
+
+    def __init__(self, case: Case, rank: int, group: dist.ProcessGroup | None, mode: str) -> None:
+        cu_seqlens = torch.tensor([0, *case.lengths]).cumsum(0)
+        self.layout = PackedLayout.build(cu_seqlens, case.cp, rank)
+        self.group, self.mode, self.rows = group, mode, self.layout.global_rows
+        self.note_held: Callable[[Tensor], object] | None = None
+        if (anchors := case.draw_anchors()) is not None:
+            owners, local_rows = self.layout.locate(anchors)
+            self.own_anchors, self.anchors = anchors[owners == rank], local_rows[owners == rank]
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.counters.bytes, self.counters.messages, self.counters.wait_seconds)
+
+    def make_trunk(self, k: Tensor, v: Tensor) -> Trunk:
+        trunk = Trunk(k, v, self.layout, self.group, self.mode)
+        self.counters = trunk.counters
+        if self.note_held is not None:
+            note_tensors(trunk, self.note_held)
+        return trunk
+
+    def run_passes(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+        trunk = self.make_trunk(k[0], v[0])
+        keys, values = ([x.unsqueeze(1) for x in tensors[1:]] for tensors in (k, v))
+        calls = ((x.unsqueeze(1), keys[:d], values[:d]) for d, x in enumerate(q))
+        return [trunk.attend(*call, trunk_inclusive=True).squeeze(1) for call in calls]
+
+    def run_blocks(self, q: Tensor, k: Tensor, v: Tensor, k_branch: Tensor, v_branch: Tensor) -> Tensor:
+        return self.make_trunk(k, v).attend(q, k_branch, v_branch, anchors=self.anchors, trunk_inclusive=False)
+
+
+def note_tensors(holder: object, note: Callable[[Tensor], object]) -> None:
+    """Call ``note`` for every tensor that an object of specco.ops holds in attributes, lists and dicts."""
+    if isinstance(holder, Tensor):
+        note(holder)
+    elif isinstance(holder, (list, tuple)):
+        for item in holder:
+            note_tensors(item, note)
+    elif isinstance(holder, dict):
+        note_tensors(list(holder.values()), note)
+    elif type(holder).__module__.startswith("specco.ops") and not isinstance(holder, PackedLayout):
+        note_tensors(vars(holder), note)
+
+
 def build_variant(name: str, case: Case, rank: int, groups: dict):
     """Return the variant's object for this rank (attributes and methods as of ``bench_usp.Usp``)."""
     anchors, dtype = case.draw_anchors(), DTYPES[case.dtype]
+    if name.startswith("ours"):
+        return Ours(case, rank, dist.group.WORLD if case.cp > 1 else None, name.removeprefix("ours-"))
     if name == "allgather":
         return AllGather(AllGatherPlan(case.lengths, case.cp, rank), None, dtype, anchors, case.width)
     if name == "single" or name.startswith("usp"):
         ulysses, ring = (1, 1) if name == "single" else map(int, name.removeprefix("usp-").split("x"))
         pair = groups.get((ulysses, ring), (None, None))
         return Usp(UspPlan(case.lengths, ulysses, ring, rank, pair, anchors, case.width, dtype))
-    raise ValueError(f"variant {name!r} is unknown")
+    raise ValueError(f"variant {name!r} is unknown; at {case.cp} ranks there are {list_variants(case.cp)}")
 
 
 def list_variants(cp: int) -> list[str]:
     if cp == 1:
-        return ["single"]
+        return ["ours-ring", "single"]
     splits = [f"usp-{u}x{cp // u}" for u in (1, 2, 4) if cp % u == 0 and u <= cp]
-    return ["allgather", *splits]
+    return ["ours-ring", "ours-gather", "allgather", *splits]
 
 
 def make_groups(cp: int) -> dict:
@@ -165,7 +217,6 @@ def clear_gradients(local: dict[str, list[Tensor]]) -> None:
 def time_step(case: Case, variant, local) -> dict[str, float]:
     """One forward and backward of this rank. Collective."""
     clear_gradients(local)
-    variant.traffic.bytes_sent, variant.traffic.wait_s = 0, 0.0
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     torch.autograd.backward(run_forward(case, variant, local), local["grad"])
@@ -202,10 +253,10 @@ def measure_memory(case: Case, variant, local) -> dict[str, float]:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = read_status("VmRSS")
+    variant.note_held = note
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         outs = run_forward(case, variant, local)
-    for x in getattr(variant, "held_tensors", list)():
-        note(x)
+    variant.note_held = None
     torch.autograd.backward(outs, local["grad"])
     peak = read_status("VmHWM") - before
     libc.mallopt(mmap_threshold, 32 * MIB)
@@ -356,6 +407,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", help="all of them when not given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="compare with the dense oracle instead of timing")
+    parser.add_argument("--plot", type=Path, help="image of the ratios")
     parser.add_argument("--out", type=Path, help="JSON file of all figures")
     options = parser.parse_args()
     cases = []
@@ -367,6 +419,8 @@ def main() -> None:
     results = run_cases(cases, options)
     if options.check and not print_checks(results):
         raise SystemExit(1)
+    if options.plot:
+        plot_results(results, describe_machine(), options.plot)
     if options.out:
         options.out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1))
 

@@ -268,7 +268,7 @@ class Usp:
     Attributes:
         rows: int64 ``[T]``, global rows of this rank.
         own_anchors: int64 ``[B]``, global rows of the anchors whose blocks live here.
-        traffic: counters, summed over calls.
+        traffic: counters of the latest step.
     """
 
     def __init__(self, plan: UspPlan) -> None:
@@ -286,6 +286,7 @@ class Usp:
 
     def run_passes(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
         """q[d] [T, N, H], k[d] and v[d] [T, K, H] of each pass -> out[d] [T, N, H]. Collective."""
+        self.traffic.reset()
         outs, keys, values = [], [], []
         for q_pass, k_pass, v_pass in zip(q, k, v, strict=True):
             keys.append(self.split(k_pass, self.tokens))
@@ -297,6 +298,7 @@ class Usp:
 
     def run_blocks(self, q: Tensor, k: Tensor, v: Tensor, k_branch: Tensor, v_branch: Tensor) -> Tensor:
         """q [B, W, N, H], trunk k and v [T, K, H], own keys [B, W, K, H] -> [B, W, N, H]. Collective."""
+        self.traffic.reset()
         trunk = (self.split(x, self.tokens).unsqueeze(1) for x in (k, v))
         q, k_branch, v_branch = (self.split(x, self.blocks) for x in (q, k_branch, v_branch))
         out = UspAttention.apply(q.flatten(0, 1), *trunk, k_branch, v_branch, self.plan, self.traffic).view_as(q)
