@@ -1,0 +1,112 @@
+"""The three commands of the demo, small: warm-start, draft, GRPO, each as a user would run it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+PRETRAIN = ["-m", "specco.titan.train", "--module", "recipes.pretrain", "--config"]
+
+
+def run_torchrun(folder: Path, num_ranks: int, *arguments: str) -> str:
+    """Run a command under torchrun in ``folder``; return its output, and fail with it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    result = subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-6000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the two preparations and the job have run at 2 ranks."""
+    folder = tmp_path_factory.mktemp("recipes")
+    for config in ("smoke_policy", "smoke_eagle3_draft"):
+        run_torchrun(folder, 2, *PRETRAIN, config)
+    output = run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke")
+    (folder / "output.txt").write_text(output)
+    return folder
+
+
+@pytest.mark.timeout(900)
+def test_rows_are_complete(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "runs/smoke/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    for row in rows[1:]:
+        assert 0 <= row["mismatch_kl"] < 1e-6
+        assert 1 <= row["acceptance_length"] <= 4
+        assert math.isclose(row["acceptance_length"], 1 + sum(row[f"acceptance_rate_{k}"] for k in range(3)))
+        assert 1 <= row["acceptance_length_estimate"] <= 4
+        assert row["grad_norm/draft"] > 0
+        assert row["skipped/policy"] == row["skipped/draft"] == 0
+        assert all(row[f"seconds/{phase}"] > 0 for phase in ("rollout", "learner", "refit", "step"))
+    for row in (rows[0], rows[3]):
+        assert 0 <= row["validation_accuracy"] <= 1
+        assert row["validation_acceptance_length"] >= 1
+    # before the first step both drafts are the start draft, and validation repeats by its seed
+    assert rows[0]["validation_acceptance_length"] == rows[0]["validation_acceptance_length_start_draft"]
+    assert rows[3]["validation_acceptance_length"] != rows[3]["validation_acceptance_length_start_draft"]
+
+
+def test_table_and_tensorboard_are_there(folder: Path) -> None:
+    assert "smoke: 3 steps, 2 ranks" in (folder / "output.txt").read_text()
+    assert list((folder / "runs/smoke/tensorboard").iterdir())
+
+
+def test_exports_load(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/smoke/policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "runs/smoke/policy")
+    assert model(torch.tensor([tokenizer.encode("1+2+3=")])).logits.isfinite().all()
+    start = load_file(folder / "runs/smoke_eagle3_draft/draft/model.safetensors")
+    end = load_file(folder / "runs/smoke/draft/model.safetensors")
+    assert start.keys() == end.keys()
+    assert not torch.equal(start["fc.weight"], end["fc.weight"])
+
+
+@pytest.mark.timeout(300)
+def test_same_seed_gives_the_same_rows(folder: Path) -> None:
+    """Everything but times repeats, sampled rollouts through the engine included."""
+    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "again")
+    first, second = (
+        [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("smoke", "again")
+    )
+    for row, other in zip(first, second, strict=True):
+        timeless = {k: v for k, v in row.items() if not k.startswith("seconds/") and not k.endswith("_per_s")}
+        assert timeless == {k: other[k] for k in timeless}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learner.policy_path", "nowhere"], "nowhere"),
+        (["--group_size", "1"], "group_size is 1"),
+        (["--learner.parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree is 2"),
+        (["--stepz", "3"], "stepz"),
+    ],
+)
+def test_bad_config_is_refused(folder: Path, arguments: list[str], message: str) -> None:
+    command = [sys.executable, "-m", "recipes.grpo", "--config", "smoke", *arguments]
+    result = subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode != 0
+    assert message in result.stdout + result.stderr
