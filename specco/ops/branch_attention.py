@@ -1,8 +1,9 @@
 """Branch attention under context parallelism: one exact op for every draft family.
 
-A *trunk* is the packed sequence; a *branch* hangs on one of its rows, the anchor. A branch query sees, under one softmax,
-the trunk rows of its own document before the anchor (strictly, or up to and including it), and the keys of its own
-branch. Here the trunk is one document of 6 rows, with two branches of G = M = 2 at rows 2 and 4, ``t < anchor``, causal::
+A *trunk* is the packed sequence; a *branch* hangs on one of its rows, the anchor. A branch query sees, under one
+softmax, the trunk rows of its own document before the anchor (strictly, or up to and including it), and the keys of its
+own branch. Here the trunk is one document of 6 rows with two branches of G = M = 2 at rows 2 and 4, ``t < anchor``,
+and in-branch mask "causal"::
 
                   trunk keys      own keys
                   0 1 2 3 4 5     0 1
@@ -91,10 +92,11 @@ class _Attend(torch.autograd.Function):
 class Trunk:
     """Keys and values of a trunk, attended by several passes of branch queries (the passes of TTT).
 
-    Two modes give the same results. ``ring``: K/V ride again for each pass, memory of two shards. ``gather``: each chunk
-    that this rank sees comes once, for all passes; dK/dV are summed over passes in the accumulator type and sent home once.
+    Two modes give the same results. ``ring``: K/V ride again for each pass, memory of two shards. ``gather``: each
+    chunk that this rank sees comes once, for all passes; dK/dV are summed over passes in the accumulator type and sent
+    home once.
 
-    Collective over ``group``: every rank must build it and make the same passes in the same order, forward and backward.
+    Collective over ``group``, forward and backward: every rank must make the same passes in the same order.
 
     Args:
         k_trunk: ``[T, K, H]``, this rank's rows in layout order.
@@ -102,7 +104,7 @@ class Trunk:
         layout: of the trunk.
         group: context-parallel group; None at one rank.
         mode: "ring", "gather", or "auto": gather where the whole trunk fits ``GATHER_BUDGET_BYTES``, else ring.
-        window: largest sliding window, in tokens, of any pass in gather mode (what lies outside is not sent); None = all.
+        window: largest sliding window, in tokens, of any pass; what lies outside is not gathered. None = all.
         backend: "auto", "cpu", "flash", "flex" or "naive".
 
     Attributes:
@@ -216,8 +218,8 @@ def branch_attention(
     """Attend each branch query to its document's trunk rows before its anchor and to its branch's own keys.
 
     ``Trunk(k_trunk, v_trunk, layout, group, "ring").attend(...)`` once, as one registered op (``specco::attend``) that
-    autograd and torch.compile see whole. Collective over ``group``, forward and backward: every rank must call, also one
-    without branches.
+    autograd and torch.compile see whole. Collective over ``group``, forward and backward: every rank must call, also
+    one without branches.
 
     Args:
         q: ``[B, G, N, H]``, branch queries of the B branches whose anchors this rank owns.
@@ -232,16 +234,16 @@ def branch_attention(
         window: a query sees trunk rows with position > its own - window, in tokens; None = all. The branch's own keys
             are not cut by it.
         query_offset: int ``[G]``: query g stands at position(anchor) + query_offset[g], for the window; None = 0..G-1.
-        sinks: ``[N]``, float, a logit in the softmax's denominator only (unscaled). Its gradient is of this rank's rows.
+        sinks: ``[N]``, float, an unscaled logit in the softmax's denominator only. The gradient is this rank's part.
         group: context-parallel group; None at one rank.
         scale: factor of the scores; None = H ** -0.5.
         backend: "auto", "cpu", "flash", "flex" or "naive".
         return_lse: also return lse.
 
     Returns:
-        ``out [B, G, N, H]`` in q's dtype, and with ``return_lse`` also ``lse [B, G, N]``: natural log of the denominator
-        (the sink included), in the accumulator type, no gradient. A row with no visible key (so every padding row) gives
-        0 and -inf.
+        ``out [B, G, N, H]`` in q's dtype, and with ``return_lse`` also ``lse [B, G, N]``: natural log of the
+        denominator (the sink included), in the accumulator type, no gradient. A row with no visible key (so every
+        padding row) gives 0 and -inf.
 
     Raises:
         ValueError: shapes, dtypes, anchors, group or names that do not fit, on every rank alike.

@@ -1,7 +1,7 @@
 """The keys of a branch itself: tiny blocks [G x M], never sent anywhere, in closed form and in row blocks.
 
-The functions also finish a pass: they fold the branch and the sink into the trunk's partial result, and the branch's part
-into dq, while a block of rows is in cache.
+The functions also finish a pass: they fold the branch and the sink into the trunk's partial result, and the branch's
+part into dq, while a block of rows is in cache.
 """
 
 from __future__ import annotations
@@ -169,6 +169,6 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
     for begin in range(0, out.shape[0], _block_rows(out)):
         block = slice(begin, begin + _block_rows(out))
         delta = (dout[block].to(dtype) * out[block].to(dtype)).sum(-1)
-        weights = torch.exp(sinks.to(dtype) - lse[block]).masked_fill_(lse[block] == -torch.inf, 0.0)
-        total -= (weights * delta).flatten(0, -2).sum(0)
+        parts = torch.exp(sinks.to(dtype) - lse[block]) * delta
+        total -= parts.masked_fill_(lse[block] == -torch.inf, 0.0).flatten(0, -2).sum(0)
     return total.to(sinks.dtype)

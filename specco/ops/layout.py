@@ -1,13 +1,15 @@
 """PackedLayout: which row of a packed sequence lives on which context-parallel rank, and where.
 
-A document of length L is padded to a multiple of ``2 * cp_size`` and cut into ``2 * cp_size`` chunks; rank r holds chunks
-r (head) and ``2 * cp_size - 1 - r`` (tail) of *every* document, head before tail. ``cp_size=2``, two documents of 4 and 6::
+A document of length L is padded to a multiple of ``2 * cp_size`` and cut into ``2 * cp_size`` chunks. Rank r holds
+chunks r (head) and ``2 * cp_size - 1 - r`` (tail) of *every* document, head before tail. With ``cp_size=2`` and two
+documents of 4 and 6 tokens::
 
     document 0     | 0 | 1 | 2 | 3 |        document 1     | 0 1 | 2 3 | 4 5 | - - |      (chunks; - is padding)
     rank 0 holds   0 3  0 1 - -             rank 1 holds   1 2  2 3 4 5
 
-Positions grow along the local rows of a document on every rank, so each query sees an *interval* of any rank's rows, and
-no real row ever sees a padding row: padding is the end of its document. With ``cp_size=1`` nothing is padded or moved.
+Positions grow along the local rows of a document on every rank, so each query sees an *interval* of any rank's rows,
+and no real row ever sees a padding row: padding is the end of its document. With ``cp_size=1`` nothing is padded or
+moved.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class PackedLayout:
         num_rows: T, local rows with padding; the same on every rank.
         local_cu_seqlens: int64 ``[n + 1]``, offsets of the documents' local rows; the same on every rank.
         global_rows: int64 ``[T]``, the global row of each local row, -1 = padding.
+        padding_rows: int64, the local rows that are padding, ascending.
         position_ids: int64 ``[T]``, the position of each local row in its document; padding rows count on past its end.
         document_ids: int64 ``[T]``, the document of each local row, -1 = padding.
     """
@@ -45,7 +48,8 @@ class PackedLayout:
         self.local_cu_seqlens = torch.cat([local_lengths.new_zeros(1), local_lengths.cumsum(0)])
         self.num_rows = int(self.local_cu_seqlens[-1])
         self.global_rows, self.position_ids, self.document_ids = self._map_rows(cp_rank)
-        self.has_padding = bool((self.global_rows < 0).any())
+        self.padding_rows = (self.global_rows < 0).nonzero().view(-1)
+        self.has_padding = self.padding_rows.numel() > 0
         # What others derive from the layout alone, by key: kept as long as the layout is.
         self.memo: dict[tuple, Any] = {}
 
@@ -106,15 +110,8 @@ class PackedLayout:
             self.memo[key] = getattr(self, name).to(device)
         return self.memo[key]
 
-    def zero_padding(self, x: Tensor, value: float = 0.0) -> Tensor:
-        """Return ``x [T, ...]`` with its padding rows set to ``value``; ``x`` itself where there are none."""
-        if not self.has_padding:
-            return x
-        is_padding = self.on_device("global_rows", x.device) < 0
-        return x.masked_fill(is_padding.view(-1, *[1] * (x.dim() - 1)), value)
-
     def shard(self, x: Tensor) -> Tensor:
-        """Take this rank's rows of a tensor that every rank holds. No collective; autograd reaches this rank's rows only.
+        """Take this rank's rows of a tensor that every rank holds. No collective; its gradient is of those rows.
 
         Args:
             x: ``[S, ...]``, global.
@@ -131,7 +128,8 @@ class PackedLayout:
             return x
         if self.num_tokens == 0:
             return x.new_zeros(self.num_rows, *x.shape[1:])
-        return self.zero_padding(x.index_select(0, self.on_device("global_rows", x.device).clamp(min=0)))
+        rows = x.index_select(0, self.on_device("global_rows", x.device).clamp(min=0))
+        return rows.index_fill(0, self.on_device("padding_rows", x.device), 0) if self.has_padding else rows
 
     def unshard(self, x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Gather every rank's rows. Collective over ``group``: every rank must call. No gradient.

@@ -9,8 +9,8 @@ from torch import Tensor
 def merge_partial(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
     """Fold one partial result into an accumulator, in place.
 
-    ``out = (out * exp(lse) + part_out * exp(part_lse)) / (exp(lse) + exp(part_lse))`` and ``lse = logaddexp``, written so
-    that nothing overflows, and that two sides without a visible key (-inf) give 0 and -inf, never NaN.
+    ``out = (out * exp(lse) + part_out * exp(part_lse)) / (exp(lse) + exp(part_lse))`` and ``lse = logaddexp``, written
+    so that nothing overflows, and that two sides without a visible key (-inf) give 0 and -inf, never NaN.
 
     Args:
         out: ``[..., H]``, float32 or float64 accumulator.
@@ -18,8 +18,8 @@ def merge_partial(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
         part_out: ``[..., H]``, any float dtype; finite also where ``part_lse`` is -inf.
         part_lse: ``[...]``.
 
-    Source: the online softmax of FlashAttention (arXiv 2205.14135, section 3.1); the sigmoid form of ring-flash-attention
-    gives NaN when one side is -inf, so the weight here comes from the guarded ``logaddexp``.
+    Source: the online softmax of FlashAttention (arXiv 2205.14135, section 3.1); the sigmoid form of
+    ring-flash-attention gives NaN when one side is -inf, so the weight here comes from the guarded ``logaddexp``.
     """
     joint = torch.logaddexp(lse, part_lse)
     # -inf - -inf is NaN: a row that sees no key on either side takes weight 0 of the (finite) part.

@@ -50,9 +50,10 @@ class QueryPass:
         offsets = torch.arange(num_queries) if query_offset is None else query_offset.cpu()
         if window is not None and window >= longest + int(offsets.max()):
             window = None
+        self.has_padding_rows = anchors is None and layout.has_padding
         self.order: Tensor | None = None
         self.queries: QueryRows | None = None
-        self._plans: dict[int, StepPlan] = {}
+        self._plans: dict[tuple, StepPlan] = {}
         if anchors is None and window is None:
             return
         if anchors is None:
@@ -86,6 +87,12 @@ class QueryPass:
         out = rows.new_full(shape, fill)
         return out.index_copy_(0, self.order.to(rows.device), rows.view(-1, *shape[1:]))
 
+    def clear_padding(self, tensors: list[Tensor], fill: float) -> None:
+        """Set the padding rows of tensors ``[B, ...]`` of an every-row pass, in place: nothing of them gets out."""
+        if self.has_padding_rows:
+            for tensor in tensors:
+                tensor.index_fill_(0, self.layout.on_device("padding_rows", tensor.device), fill)
+
     def plan(self, source: int, bases: Tensor) -> StepPlan:
         """Return the calls of the step that holds a rank's keys; plans of every-row passes are kept by the layout.
 
@@ -94,16 +101,18 @@ class QueryPass:
             bases: int64 ``[n]``, place in the key tensor that stands for local row 0 of each document.
         """
         is_ragged = self.backend.is_ragged
-        if self.queries is not None:
-            if source not in self._plans:
-                self._plans[source] = plan_anchored(self.queries, self.layout, source, bases=bases, is_ragged=is_ragged)
-            return self._plans[source]
-        key = ("every_row", source, self.trunk_inclusive, is_ragged, tuple(bases.tolist()))
-        if key not in self.layout.memo:
-            self.layout.memo[key] = plan_every_row(
-                self.layout, source, trunk_inclusive=self.trunk_inclusive, bases=bases, is_ragged=is_ragged
+        queries = self.queries
+        memo = self.layout.memo if queries is None else self._plans
+        key = ("plan", source, self.trunk_inclusive, is_ragged, tuple(bases.tolist()))
+        if key not in memo:
+            memo[key] = (
+                plan_every_row(
+                    self.layout, source, trunk_inclusive=self.trunk_inclusive, bases=bases, is_ragged=is_ragged
+                )
+                if queries is None
+                else plan_anchored(queries, self.layout, source, bases=bases, is_ragged=is_ragged)
             )
-        return self.layout.memo[key]
+        return memo[key]
 
 
 def build_query_pass(
@@ -174,7 +183,10 @@ def forward_pass(
     shards.forward(visit)
     out = query_pass.from_rows(partial[0], q.shape, 0.0)
     lse = query_pass.from_rows(partial[1], q.shape[:-1], -torch.inf)
-    return finish_forward(out, lse, q, branch, sinks, scale)
+    out, lse = finish_forward(out, lse, q, branch, sinks, scale)
+    query_pass.clear_padding([out], 0.0)
+    query_pass.clear_padding([lse], -torch.inf)
+    return out, lse
 
 
 def backward_pass(
@@ -224,4 +236,5 @@ def backward_pass(
     dtrunk = shards.backward(visit)
     dq_all = query_pass.from_rows(dq[0], q.shape, 0.0)
     dq_all, dkeys, dvalues = finish_backward(dq_all, dout, q, out, lse, branch, scale)
+    query_pass.clear_padding([dq_all, *dkeys, *dvalues], 0.0)
     return dq_all, dtrunk, dkeys, dvalues

@@ -1,7 +1,7 @@
 """Which block of queries meets which block of keys in each ring step: few large calls, no pair that nobody sees.
 
-Positions grow along a document's local rows on every rank, so a query sees an interval ``[first, last)`` of the local rows
-of its document on any rank. Three shapes of work cover every case; q rows down, k rows across, # = computed:
+Positions grow along a document's local rows on every rank, so a query sees an interval ``[first, last)`` of the local
+rows of its document on any rank. Three shapes of work cover every case; q rows down, k rows across, # = computed:
 
     every row, own rank         another rank's chunks      sampled anchors, own rank         sliding window
     # . . . . .  causal         # # # # # #  dense:        # . . . . .   dense nodes of      # # . . . .  dense core

@@ -82,7 +82,7 @@ class RowSet:
         return x.index_select(0, self._indices(x.device)[0]).view(*self.shape, *x.shape[1:]) if view is None else view
 
     def add_to(self, total: Tensor, part: Tensor) -> None:
-        """Add ``part [b, n, ...]`` to rows of ``total [R, ...]``; a row that comes twice gets both. Padding must be 0."""
+        """Add ``part [b, n, ...]`` to rows of ``total [R, ...]``; a row that comes twice gets both, padding adds 0."""
         view = self.view(total)
         if view is not None:
             view.add_(part)
