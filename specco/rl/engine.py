@@ -108,6 +108,10 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.n < 1 or self.max_tokens < 1:
             raise ValueError(f"n is {self.n} and max_tokens {self.max_tokens}; both must be 1 or more")
+        if self.temperature == 0 and self.n > 1:
+            raise ValueError(
+                f"n is {self.n} at temperature 0, where all responses to a prompt are the same; allowed is 1"
+            )
         if self.temperature < 0 or not 0 < self.top_p <= 1:
             raise ValueError(f"temperature is {self.temperature} (allowed: >= 0), top_p {self.top_p} (allowed: (0, 1])")
 

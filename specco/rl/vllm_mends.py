@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +66,27 @@ def count_not_below(x: Tensor, values: Tensor) -> Tensor:
     return (x >= values).sum(-1)
 
 
+def rebind_kernels(overrides: Sequence[tuple[Any, Any]]) -> None:
+    """Point every reference to a Triton kernel inside vLLM at its replacement; no other package holds one.
+
+    Args:
+        overrides: (kernel, replacement) pairs. References are attributes of modules, and the attribute ``kernel`` of
+            such attributes, whose cached ``_kernel_arg_names`` then goes.
+    """
+    replacements = {id(kernel): replacement for kernel, replacement in overrides}
+    modules = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "vllm"]
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in replacements:
+                setattr(module, name, replacements[id(value)])
+                continue
+            fields = getattr(value, "__dict__", None)
+            if isinstance(fields, Mapping) and id(fields.get("kernel")) in replacements:
+                value.kernel = replacements[id(fields["kernel"])]
+                if not isinstance(value, type):
+                    value.__dict__.pop("_kernel_arg_names", None)
+
+
 def _replace(owner: object, name: str, value: object) -> None:
     """Set an attribute that must exist: a mend of something that is gone would mend nothing."""
     if not hasattr(owner, name):
@@ -81,6 +104,12 @@ def _mend_live_linear_weights() -> None:
     from vllm import _custom_ops
 
     _replace(_custom_ops, "_supports_onednn", False)
+
+
+def _mend_rebind_kernels() -> None:
+    from vllm.triton_utils import dispatcher
+
+    _replace(dispatcher, "_rebind_kernels", rebind_kernels)
 
 
 def _mend_token_ranks() -> None:
@@ -102,6 +131,13 @@ LIVE_LINEAR_WEIGHTS = Mend(
     versions=frozenset({"0.32.0"}),
     apply=_mend_live_linear_weights,
 )
+REBIND_KERNELS = Mend(
+    name="rebind_kernels",
+    reason="every object of every imported module is searched for Triton kernels, and one of another package whose "
+    "__dict__ is no dict (llvmlite has such) ends the start of the engine with an AttributeError",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_rebind_kernels,
+)
 TOKEN_RANKS = Mend(
     name="token_ranks",
     reason="one comparison is compiled with a C++ compiler at the first request that wants logprobs, which takes up to "
@@ -109,7 +145,7 @@ TOKEN_RANKS = Mend(
     versions=frozenset({"0.32.0"}),
     apply=_mend_token_ranks,
 )
-MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, TOKEN_RANKS)
+MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, REBIND_KERNELS, TOKEN_RANKS)
 
 
 def get_vllm_version() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from safetensors.torch import save_file
 
 from specco.rl.engine import EngineConfig, EngineStats, SamplingConfig, derive_seed
 from specco.rl.refit import check_weights, read_weight_shapes
-from specco.rl.vllm_mends import MENDS, check_sampled_speculation, expand_batch_to_tokens, select_mends
+from specco.rl.vllm_mends import MENDS, check_sampled_speculation, expand_batch_to_tokens, rebind_kernels, select_mends
 
 
 class TestExpandBatchToTokens:
@@ -30,6 +32,27 @@ class TestExpandBatchToTokens:
         out = expand_batch_to_tokens(top_k, torch.tensor([0, 2, 2], dtype=torch.int32), 2)
         assert out.dtype == torch.int32
         assert out.tolist() == [6, 6]
+
+
+class TestRebindKernels:
+    def test_references_inside_vllm_are_replaced(self, monkeypatch):
+        def kernel():
+            pass
+
+        def replacement():
+            pass
+
+        inside, outside = ModuleType("vllm.inside"), ModuleType("vllmish")
+        inside.kernel = outside.kernel = kernel
+        inside.owner = SimpleNamespace(kernel=kernel, _kernel_arg_names=("a",))
+        inside.other = SimpleNamespace(kernel=len, _kernel_arg_names=("b",))
+        monkeypatch.setitem(sys.modules, "vllm.inside", inside)
+        monkeypatch.setitem(sys.modules, "vllmish", outside)
+        rebind_kernels([(kernel, replacement)])
+        assert inside.kernel is replacement
+        assert vars(inside.owner) == {"kernel": replacement}
+        assert vars(inside.other) == {"kernel": len, "_kernel_arg_names": ("b",)}
+        assert outside.kernel is kernel
 
 
 class TestVersions:
@@ -65,7 +88,9 @@ class TestConfigs:
         assert EngineConfig(policy_path=path).headroom == 0
         assert EngineConfig(policy_path=path, draft_path=path, num_speculative_tokens=5).headroom == 6
 
-    @pytest.mark.parametrize("fields", [{"n": 0}, {"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}])
+    @pytest.mark.parametrize(
+        "fields", [{"n": 0}, {"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"n": 2, "temperature": 0.0}]
+    )
     def test_bad_sampling_is_refused(self, fields):
         with pytest.raises(ValueError, match=next(iter(fields))):
             SamplingConfig(**fields)
