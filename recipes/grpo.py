@@ -6,8 +6,8 @@ Every rank owns an in-process vLLM engine and rolls out its share of the prompts
 takes one joint step of policy and draft, and both go back into every engine before the next rollout. Any field can be
 set on the command line, for example ``--steps 5 --learner.draft_weight 0.5``.
 
-Left out, to stay readable: checkpoints and resume, several updates a rollout, asynchronous rollouts, a reference policy
-for a KL term, multi-turn tasks (the environment protocol has them), and any layout but data parallelism.
+Left out, to stay readable: checkpoints and resume, several updates a rollout, asynchronous rollouts, multi-turn tasks
+(the environment protocol has them), and any layout but data parallelism.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Grpo(Configurable):
         """Sequences that one engine decodes together."""
         validate_every: int = 10
         """Steps between validations; one comes before the first step and one after the last."""
+        export_every: int = 0
+        """Steps between exports of policy and draft; 0: at the end alone."""
         validation_prompts: int = 128
         validation_samples: int = 4
         seed: int = 0
@@ -98,6 +100,15 @@ class Grpo(Configurable):
                     raise ValueError(f"{name} is {getattr(self, name)}; allowed are integers >= 1")
             if self.group_size == 1:
                 raise ValueError("group_size is 1; a group of one has no advantage, GRPO needs 2 or more")
+            if (self.loss.kl_coef > 0) != bool(self.learner.reference_path):
+                raise ValueError(
+                    f"loss.kl_coef is {self.loss.kl_coef} and learner.reference_path {self.learner.reference_path!r}; "
+                    "a KL term needs a reference policy, and a reference policy a KL term"
+                )
+            if self.loss.ratio_base == "old":
+                raise ValueError(
+                    'loss.ratio_base is "old"; allowed are "inference" and "current" (one update a rollout)'
+                )
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -154,6 +165,8 @@ class Grpo(Configurable):
         for step in progress:
             row = self._step(step)
             self._write(row)
+            if self.config.export_every and step % self.config.export_every == 0:
+                self.export()
             progress.set_postfix_str(
                 f"reward {row['reward']:.2f}, acceptance {row.get('acceptance_length', 1.0):.2f}, "
                 f"{row['rollout_tokens_per_s']:.0f} tokens/s"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
@@ -36,6 +36,7 @@ from specco.packing import PackedTokens
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
 from specco.titan.parallelize import check_parallelism
+from specco.titan.policy import Qwen3Policy
 
 DRAFT_PATTERN = r"^draft\."
 """Matches the names of the draft's parameters in the policy's model."""
@@ -68,6 +69,8 @@ class Learner(Configurable):
         """Directory of the policy to start from (Hugging Face safetensors); empty: fresh weights from the seed."""
         draft_path: str = ""
         """Directory of the draft to start from; empty: fresh weights from the seed."""
+        reference_path: str = ""
+        """Directory of a fixed policy of the same shape, for a loss with a KL term; empty: none."""
         optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
         lr_scheduler: LRSchedulersContainer.Config = field(default_factory=LRSchedulersContainer.Config)
         training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -103,9 +106,13 @@ class Learner(Configurable):
         self.parallel_dims.build_mesh()
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
-        self.policy = self._build_policy()
-        self.draft: Draft | None = getattr(self.policy, "draft", None)
+        self.policy = self._build_policy(config.model_spec.model)
+        self.draft: Draft | None = self.policy.draft
         self._load_weights()
+        self.reference: Qwen3Policy | None = None
+        if config.reference_path:
+            self.reference = self._build_policy(replace(config.model_spec.model, draft=None, is_frozen=True))
+            load_policy(self.reference, config.reference_path)
         self.optimizers = config.optimizer.build(model_parts=[self.policy])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=config.training.steps)
         self.num_skipped = {"policy": 0, "draft": 0}
@@ -116,12 +123,12 @@ class Learner(Configurable):
         mesh = self.parallel_dims.get_optional_mesh("loss")
         return None if mesh is None else mesh.get_group()
 
-    def _build_policy(self) -> nn.Module:
+    def _build_policy(self, model_config: Qwen3Policy.Config) -> Qwen3Policy:
         config, spec = self.config, self.config.model_spec
         assert spec is not None
-        spec.model.update_from_config(config=config)
+        model_config.update_from_config(config=config)
         with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-            model = spec.model.build()
+            model = model_config.build()
         model.verify_module_protocol()
         model = spec.parallelize_fn(
             model,
@@ -159,6 +166,8 @@ class Learner(Configurable):
         results = []
         for index in range(num_microbatches):
             tokens = microbatches[index] if index < len(microbatches) else _nothing_to_train(policy_loss_fn)
+            if self.reference is not None:
+                tokens = self._add_reference_logprobs(tokens)
             plan = HeadPlan(
                 tokens=tokens,
                 policy_loss_fn=policy_loss_fn,
@@ -184,6 +193,18 @@ class Learner(Configurable):
             dist.all_reduce(sums, group=self.data_parallel_group)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
         return int(most), float(sums[0]), sums[1:]
+
+    @torch.no_grad()
+    def _add_reference_logprobs(self, tokens: PackedTokens) -> PackedTokens:
+        """Return the microbatch with the row value ``reference_logprobs``, 0 where no token is trained."""
+        assert self.reference is not None
+        hidden, _ = self.reference(tokens.input_ids[None], positions=tokens.position_ids[None], packed_tokens=tokens)
+        plan = HeadPlan(tokens, None, temperature=self.config.temperature, chunk_rows=self.config.chunk_rows)
+        _, stats = compute_head_loss(self.reference.lm_head, hidden, plan)
+        logprobs = stats.logprobs.new_zeros(tokens.num_tokens)
+        # a target row speaks of the token that follows it
+        logprobs[tokens.is_target_row.nonzero().squeeze(1) + 1] = stats.logprobs
+        return replace(tokens, row_values=tokens.row_values | {"reference_logprobs": logprobs})
 
     def _forward_backward(self, plan: HeadPlan) -> dict[str, Tensor]:
         """Run one microbatch; return its figures as (sum, count) pairs of this rank."""

@@ -138,3 +138,16 @@ def test_bad_policy_gradient_skips_the_policy(runs: dict[int, Path], num_ranks: 
     assert [row["skipped/policy"] for row in metrics] == [0, 1, 1]
     assert not any(name.startswith("grad/1/") and not is_of_draft(name) for name in broken)
     assert all(value.isfinite().all() for name, value in broken.items() if name.startswith("weight/"))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_kl_to_the_reference_starts_at_zero_and_grows(runs: dict[int, Path], num_ranks: int) -> None:
+    """The reference is the start policy: no KL and no KL gradient in the first step, some in the next."""
+    joint, _ = load(runs, num_ranks, "joint")
+    with_kl, metrics = load(runs, num_ranks, "kl")
+    assert abs(metrics[0]["reference_kl"]) < 1e-12
+    assert metrics[1]["reference_kl"] > 1e-9
+    for name, value in joint.items():
+        if name.startswith("grad/0/"):
+            assert relative_error(with_kl[name], value) <= STEP_FLOAT64, name
+    assert any(not torch.equal(with_kl[n], v) for n, v in joint.items() if n.startswith("grad/2/layers."))

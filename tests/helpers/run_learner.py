@@ -45,6 +45,7 @@ VARIANTS = {
     "permuted": {"is_permuted": True},
     "checkpointed": {"activation_checkpoint": FullAC.Config()},
     "lopsided": {"is_lopsided": True},
+    "kl": {"has_reference": True},
     "nan_draft": {"poisoned": "draft."},
     "nan_policy": {"poisoned": "layers."},
 }
@@ -110,6 +111,9 @@ def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None
     changes = dict(VARIANTS[name])
     batch = {key: changes.pop(key) for key in ("max_tokens", "is_permuted", "is_lopsided") if key in changes}
     poisoned = changes.pop("poisoned", None)
+    loss = GrpoLoss()
+    if changes.pop("has_reference", False):
+        loss, changes["reference_path"] = GrpoLoss(kl_coef=0.1), policy_path
     learner = build_learner(policy_path, draft_path, changes.pop("has_draft", True), **changes)
     parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
     tensors, metrics = {}, []
@@ -128,7 +132,7 @@ def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None
         parameter = next(p for n, p in parameters.items() if n.startswith(poisoned))
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
     for step in range(NUM_STEPS):
-        metrics.append(learner.step(make_microbatches(step, **batch), GrpoLoss()))
+        metrics.append(learner.step(make_microbatches(step, **batch), loss))
     for parameter_name, parameter in parameters.items():
         tensors[f"weight/{parameter_name}"] = parameter.detach().full_tensor().clone()
     if dist.get_rank() == 0:
