@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -113,6 +115,36 @@ class QueryPass:
                 else plan_anchored(queries, self.layout, source, bases=bases, is_ragged=is_ragged)
             )
         return memo[key]
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """Query-key pairs of one pass over the trunk on one rank, per query head, padding not counted.
+
+    Args:
+        visible: pairs that the masks leave.
+        computed: pairs handed to the backend: a causal block counts its triangle, a masked one all of it.
+    """
+
+    visible: int
+    computed: int
+
+
+def count_pairs(query_pass: QueryPass) -> PairCounts:
+    """Count the trunk pairs of a pass on this rank. No collective."""
+    layout, queries = query_pass.layout, query_pass.queries
+    bases = layout.local_cu_seqlens[:-1]
+    plans = [query_pass.plan(source, bases) for source in range(layout.cp_size)]
+    computed = sum(call.num_computed for plan in plans for call in plan.calls)
+    if queries is None:
+        rows = layout.position_ids[layout.global_rows >= 0] + int(query_pass.trunk_inclusive)
+        return PairCounts(int(rows.sum()) * query_pass.num_queries, computed * query_pass.num_queries)
+    last = queries.positions[:, None] + int(queries.trunk_inclusive)
+    first = torch.zeros_like(last)
+    if queries.window is not None:
+        first = (queries.positions[:, None] + queries.offsets - queries.window + 1).clamp(min=0)
+    visible = (last - first).clamp(min=0).expand(-1, queries.num_queries)
+    return PairCounts(int(visible.sum()), computed)
 
 
 def build_query_pass(
