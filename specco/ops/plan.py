@@ -14,8 +14,6 @@ common sizes under an interval mask.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,18 +55,6 @@ class StepPlan:
     covers_all: bool = False
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Query rows ``[q_start, + num_queries)`` against key rows ``[k_start, + num_keys)``; bounds are key columns."""
-
-    q_start: int
-    num_queries: int
-    k_start: int
-    num_keys: int
-    first: Tensor | None = None
-    last: Tensor | None = None
-
-
 def count_before(layout: PackedLayout, rank: int, documents: Tensor, positions: Tensor) -> Tensor:
     """Return how many local rows of a rank's shard of each document stand before a position.
 
@@ -85,72 +71,86 @@ def count_before(layout: PackedLayout, rank: int, documents: Tensor, positions: 
     return head + tail
 
 
-def round_up(size: int) -> int:
-    """Round up to a multiple of a quarter of the power of two at or below: 1..8, 10, 12, 14, 16, 20, 24, ..."""
-    step = max(1, 1 << max(0, size.bit_length() - 3))
-    return -(-size // step) * step
+def round_up(sizes: Tensor) -> Tensor:
+    """Round up to multiples of a quarter of the power of two at or below: 1..8, 10, 12, 14, 16, 20, 24, ..."""
+    step = (2 ** (sizes.clamp(min=4).double().log2().floor().long() - 2)).clamp(min=1)
+    return -(-sizes // step) * step
 
 
-def _dense_call(group: Sequence[_Segment], is_causal: bool, is_first: bool, is_ragged: bool) -> Call:
-    q_lengths, k_lengths = [s.num_queries for s in group], [s.num_keys for s in group]
-    pairs = sum(n * (n + 1) // 2 if is_causal else n * m for n, m in zip(q_lengths, k_lengths, strict=True))
+def _dense_call(group: Tensor, is_causal: bool, is_first: bool, is_ragged: bool) -> Call:
+    q_starts, q_lengths, k_starts, k_lengths = group.unbind(1)
+    pairs = q_lengths * (q_lengths + 1) // 2 if is_causal else q_lengths * k_lengths
+    mask = BlockMask(is_causal)
     if is_ragged:
-        offsets = [torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) for lengths in (q_lengths, k_lengths)]
-        mask = BlockMask(is_causal, cu_q=offsets[0], cu_k=offsets[1], max_q=max(q_lengths), max_k=max(k_lengths))
-    else:
-        mask = BlockMask(is_causal)
-    q_rows = RowSet([s.q_start for s in group], q_lengths, is_ragged=is_ragged)
-    k_rows = RowSet([s.k_start for s in group], k_lengths, is_ragged=is_ragged)
-    return Call(q_rows, k_rows, mask, is_first, pairs)
+        cu_q, cu_k = (torch.cat([n.new_zeros(1), n.cumsum(0)]).to(torch.int32) for n in (q_lengths, k_lengths))
+        mask = BlockMask(is_causal, cu_q=cu_q, cu_k=cu_k, max_q=int(q_lengths.max()), max_k=int(k_lengths.max()))
+    q_rows, k_rows = RowSet(q_starts, q_lengths, is_ragged), RowSet(k_starts, k_lengths, is_ragged)
+    return Call(q_rows, k_rows, mask, is_first, int(pairs.sum()))
 
 
-def _masked_call(group: Sequence[_Segment], is_first: bool) -> Call:
-    """Pad segments, with or without bounds, to one size under an interval mask."""
-    width = max(s.num_queries for s in group)
-    height = max(s.num_keys for s in group)
-    first = torch.zeros(len(group), width, dtype=torch.int64)
-    last = torch.zeros(len(group), width, dtype=torch.int64)
-    for i, segment in enumerate(group):
-        first[i, : segment.num_queries] = 0 if segment.first is None else segment.first
-        last[i, : segment.num_queries] = segment.num_keys if segment.last is None else segment.last
-    q_rows = RowSet([s.q_start for s in group], [s.num_queries for s in group], width)
-    k_rows = RowSet([s.k_start for s in group], [s.num_keys for s in group], height)
-    return Call(q_rows, k_rows, BlockMask(first=first, last=last), is_first, len(group) * width * height)
+def _masked_call(group: Tensor, bounds: tuple[Tensor, Tensor] | None, is_first: bool) -> Call:
+    """Pad segments to one size under an interval mask; without bounds their queries see all their keys."""
+    q_rows, k_rows = RowSet(group[:, 0], group[:, 1]), RowSet(group[:, 2], group[:, 3])
+    columns = torch.arange(q_rows.shape[1])
+    num_keys = group[:, 3:].expand(-1, columns.numel())
+    first, last = torch.zeros_like(num_keys), num_keys
+    if bounds is not None:
+        rows = group[:, :1] + torch.minimum(columns, group[:, 1:2] - 1)
+        first, last = ((bound[rows] - group[:, 2:3]).clamp(min=0).minimum(num_keys) for bound in bounds)
+    last = last.masked_fill(columns >= group[:, 1:2], 0)
+    num_computed = q_rows.shape[0] * q_rows.shape[1] * k_rows.shape[1]
+    return Call(q_rows, k_rows, BlockMask(first=first, last=last), is_first, num_computed)
+
+
+def _group(segments: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Split segments ``[m, 4]`` into groups of equal ``sizes [m, 2]``, each in its order."""
+    if not segments.numel():
+        return []
+    keys = sizes[:, 0] * (int(sizes[:, 1].max()) + 1) + sizes[:, 1]
+    keys, order = torch.sort(keys, stable=True)
+    counts = torch.unique_consecutive(keys, return_counts=True)[1]
+    return list(segments[order].split(counts.tolist()))
 
 
 def batch_segments(
-    segments: Iterable[_Segment], *, is_causal: bool = False, is_first: bool = False, is_ragged: bool = False
+    segments: Tensor,
+    *,
+    bounds: tuple[Tensor, Tensor] | None = None,
+    is_causal: bool = False,
+    is_first: bool = False,
+    is_ragged: bool = False,
 ) -> list[Call]:
-    """Group segments into calls: equal sizes exactly, small or masked ones padded to common sizes.
+    """Group segments into calls: equal sizes exactly; small or masked ones padded to common sizes.
 
-    No query row may come twice: the results of one call are merged all at once.
+    Args:
+        segments: int64 ``[m, 4]``: first query row, queries, first key row, keys. No query row may come twice, since
+            the results of one call are merged all at once.
+        bounds: int64 ``[Q]`` each, first key row and one past the last one that a query row sees; None = all keys of
+            its segment.
+        is_causal: query i of a segment sees its keys 0..i.
+        is_first: no earlier call touched the query rows.
+        is_ragged: whether the backend takes segments of different lengths in one call.
     """
-    exact: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
-    masked: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
-    for segment in segments:
-        if segment.first is not None:
-            masked[round_up(segment.num_queries), round_up(segment.num_keys)].append(segment)
-        else:
-            exact[segment.num_queries, segment.num_keys].append(segment)
+    sizes = segments[:, 1::2]
+    if bounds is not None:
+        return [_masked_call(group, bounds, is_first) for group in _group(segments, round_up(sizes))]
     if is_ragged:
-        everything = [segment for group in exact.values() for segment in group]
-        calls = [_dense_call(everything, is_causal, is_first, True)] if everything else []
-        return calls + [_masked_call(group, is_first) for group in masked.values()]
-    calls = []
-    for (num_queries, num_keys), group in exact.items():
-        if is_causal or len(group) > 1 or num_queries * num_keys >= _SMALL_PAIRS:
-            calls.append(_dense_call(group, is_causal, is_first, False))
-        else:
-            masked[round_up(num_queries), round_up(num_keys)].extend(group)
-    for group in masked.values():
-        is_alone = len(group) == 1 and group[0].first is None
-        calls.append(_dense_call(group, False, is_first, False) if is_alone else _masked_call(group, is_first))
+        return [_dense_call(segments, is_causal, is_first, True)] if segments.numel() else []
+    groups = _group(segments, sizes)
+    is_alone = [not is_causal and len(group) == 1 and int(group[0, 1] * group[0, 3]) < _SMALL_PAIRS for group in groups]
+    calls = [
+        _dense_call(group, is_causal, is_first, False)
+        for group, alone in zip(groups, is_alone, strict=True)
+        if not alone
+    ]
+    small = [group for group, alone in zip(groups, is_alone, strict=True) if alone]
+    if small:
+        rest = torch.cat(small)
+        for group in _group(rest, round_up(rest[:, 1::2])):
+            calls.append(
+                _dense_call(group, False, is_first, False) if is_single else _masked_call(group, None, is_first)
+            )
     return calls
-
-
-def key_bases(layout: PackedLayout, *, is_head_only: bool) -> Tensor:
-    """Return int64 ``[n]``: the row at which each document starts in a shard, or in its head chunks laid end to end."""
-    return layout.local_cu_seqlens[:-1] // 2 if is_head_only else layout.local_cu_seqlens[:-1]
 
 
 def plan_every_row(
@@ -170,17 +170,15 @@ def plan_every_row(
     num_valid = count_before(layout, layout.cp_rank, documents, lengths)
     if source == layout.cp_rank:
         skip = 0 if trunk_inclusive else 1
-        rows = torch.stack([starts + skip, num_valid - skip, bases, num_valid - skip], 1)
-        segments = [_Segment(*row) for row in rows.tolist() if row[1] > 0]
-        covers_all = trunk_inclusive and not layout.has_padding
-        calls = batch_segments(segments, is_causal=True, is_first=True, is_ragged=is_ragged)
-        return StepPlan(calls, covers_all=covers_all)
+        segments = torch.stack([starts + skip, num_valid - skip, bases, num_valid - skip], 1)
+        calls = batch_segments(segments[segments[:, 1] > 0], is_causal=True, is_first=True, is_ragged=is_ragged)
+        return StepPlan(calls, covers_all=trunk_inclusive and not layout.has_padding)
     chunk = torch.diff(layout.local_cu_seqlens) // 2
     if source < layout.cp_rank:
-        rows = torch.stack([starts, num_valid, bases, chunk], 1)
+        segments = torch.stack([starts, num_valid, bases, chunk], 1)
     else:
-        rows = torch.stack([starts + chunk, num_valid - chunk, bases, 2 * chunk], 1)
-    return StepPlan(batch_segments((_Segment(*row) for row in rows.tolist() if row[1] > 0), is_ragged=is_ragged))
+        segments = torch.stack([starts + chunk, num_valid - chunk, bases, 2 * chunk], 1)
+    return StepPlan(batch_segments(segments[segments[:, 1] > 0], is_ragged=is_ragged))
 
 
 @dataclass(frozen=True)
@@ -226,78 +224,63 @@ def _runs(*keys: Tensor) -> tuple[Tensor, Tensor]:
     return starts, ends - starts
 
 
-def _tree_segments(queries: QueryRows, last: Tensor, bases: Tensor, lengths: Tensor) -> list[list[_Segment]]:
-    """Cover ragged prefixes ``[0, last)`` with masked leaves (first) and a list of dense nodes for each tree level."""
-    num_queries, documents = queries.num_queries, queries.documents
-    leaf = (lengths // 64).clamp(min=32)[documents]
-    starts, counts = _runs(documents, last // leaf)
-    leaves: list[_Segment] = []
-    begin = (last // leaf * leaf)[starts]
-    for start, count, offset, base in torch.stack([starts, counts, begin, bases[documents][starts]], 1).tolist():
-        columns = last[start : start + count] - offset
-        width = int(columns[-1])
-        if width > 0:
-            columns = columns.repeat_interleave(num_queries)
-            segment = _Segment(
-                start * num_queries, count * num_queries, base + offset, width, torch.zeros_like(columns), columns
-            )
-            leaves.append(segment)
-    levels: list[list[_Segment]] = [leaves]
+def _tree_levels(queries: QueryRows, last: Tensor, bases: Tensor, lengths: Tensor) -> list[Tensor]:
+    """Cover ragged prefixes ``[0, last)`` by segments ``[m, 4]``: masked leaves, then the dense nodes of each level."""
+    num_queries, base = queries.num_queries, bases[queries.documents]
+    leaf = (lengths // 64).clamp(min=32)[queries.documents]
+    node = last // leaf
+    starts, counts = _runs(queries.documents, node)
+    begin = (node * leaf)[starts]
+    widths = last[starts + counts - 1] - begin
+    leaves = torch.stack([starts * num_queries, counts * num_queries, base[starts] + begin, widths], 1)
+    levels = [leaves[widths > 0]]
     width = leaf
     while bool((last >= width).any()):
         node = last // width
-        starts, counts = _runs(documents, node)
+        starts, counts = _runs(queries.documents, node)
         within = (node % _RADIX)[starts]
-        rows = torch.stack(
-            [
-                starts * num_queries,
-                counts * num_queries,
-                bases[documents][starts] + (node[starts] - within) * width[starts],
-                within * width[starts],
-            ],
-            1,
-        )
-        levels.append([_Segment(*row) for row in rows[within > 0].tolist()])
+        first_key = base[starts] + (node[starts] - within) * width[starts]
+        nodes = torch.stack([starts * num_queries, counts * num_queries, first_key, within * width[starts]], 1)
+        levels.append(nodes[within > 0])
         width = width * _RADIX
     return levels
 
 
-def _window_segments(
+def _window_parts(
     queries: QueryRows, layout: PackedLayout, first: Tensor, last: Tensor, bases: Tensor
-) -> list[list[_Segment]]:
-    """Cover intervals by tiles of neighbouring anchors: lower edges (masked), dense cores, upper edges (masked).
+) -> list[tuple[Tensor, bool]]:
+    """Cover intervals by tiles of neighbouring anchors: lower edges, dense cores, upper edges, as (segments, masked).
 
     A tile whose edges meet is one masked block, listed with the lower edges.
     """
     assert queries.window is not None
     num_queries, documents = queries.num_queries, queries.documents
     tile_rows = max(16, min(256, queries.window // 8))
-    starts, counts = _runs(documents, count_chunk(layout, documents, queries.anchors), queries.positions // tile_rows)
+    starts, counts = _runs(documents, find_chunk(layout, documents, queries.anchors), queries.positions // tile_rows)
     tile = torch.repeat_interleave(torch.arange(starts.numel()), counts)[:, None].expand_as(first).reshape(-1)
     limits = []
     for values in (first.reshape(-1), last.reshape(-1)):
         for reduce in ("amin", "amax"):
             limit = torch.zeros(starts.numel(), dtype=torch.int64)
             limits.append(limit.scatter_reduce_(0, tile, values, reduce, include_self=False))
-    parts: list[list[_Segment]] = [[], [], []]
-    rows = torch.stack([starts, counts, bases[documents][starts], *limits], 1)
-    for start, count, base, first_min, first_max, last_min, last_max in rows.tolist():
-        if last_min - first_max < tile_rows:
-            pieces = [(first_min, last_max)]
-        else:
-            pieces = [(first_min, first_max), (first_max, last_min), (last_min, last_max)]
-        for part, (begin, end) in zip(parts, pieces, strict=False):
-            if begin >= end:
-                continue
-            lower = (first[start : start + count].reshape(-1) - begin).clamp(0, end - begin)
-            upper = (last[start : start + count].reshape(-1) - begin).clamp(0, end - begin)
-            is_dense = bool((lower == 0).all() and (upper == end - begin).all())
-            bounds = (None, None) if is_dense else (lower, upper)
-            part.append(_Segment(start * num_queries, count * num_queries, base + begin, end - begin, *bounds))
+    first_min, first_max, last_min, last_max = limits
+    is_narrow = last_min - first_max < tile_rows
+    base = bases[documents][starts]
+    parts: list[tuple[Tensor, bool]] = []
+    for begin, end, is_masked in (
+        (first_min, torch.where(is_narrow, last_max, first_max), True),
+        (first_max, torch.where(is_narrow, first_max, last_min), False),
+        (torch.where(is_narrow, last_max, last_min), last_max, True),
+    ):
+        segments = torch.stack([starts * num_queries, counts * num_queries, base + begin, end - begin], 1)
+        # An edge that every query of its tile sees whole needs no mask.
+        is_dense = (begin >= first_max) & (end <= last_min)
+        for chosen, needs_mask in ((~is_dense, is_masked), (is_dense, False)):
+            parts.append((segments[chosen & (end > begin)], needs_mask))
     return parts
 
 
-def count_chunk(layout: PackedLayout, documents: Tensor, local_rows: Tensor) -> Tensor:
+def find_chunk(layout: PackedLayout, documents: Tensor, local_rows: Tensor) -> Tensor:
     """Return 0 for rows in a head chunk and 1 for rows in a tail chunk."""
     offsets = local_rows - layout.local_cu_seqlens[documents]
     return (offsets >= torch.diff(layout.local_cu_seqlens)[documents] // 2).long() * int(layout.cp_size > 1)
@@ -312,22 +295,21 @@ def plan_anchored(queries: QueryRows, layout: PackedLayout, source: int, *, base
         is_ragged: whether the backend takes segments of different lengths in one call.
     """
     first, last = queries.bounds(layout, source)
+    base = bases[queries.documents]
+    bounds = ((base[:, None] + first).reshape(-1), (base[:, None] + last).reshape(-1))
     if queries.window is not None:
-        parts = _window_segments(queries, layout, first, last, bases)
-        return StepPlan([call for part in parts for call in batch_segments(part, is_ragged=is_ragged)])
+        parts = [
+            batch_segments(segments, bounds=bounds if is_masked else None, is_ragged=is_ragged)
+            for segments, is_masked in _window_parts(queries, layout, first, last, bases)
+        ]
+        return StepPlan([call for part in parts for call in part])
     ends = last[:, 0]
     if source == layout.cp_rank:
-        levels = _tree_segments(queries, ends, bases, torch.diff(layout.local_cu_seqlens))
-        batched = [batch_segments(level, is_first=i == 0, is_ragged=is_ragged) for i, level in enumerate(levels)]
-        return StepPlan([call for calls in batched for call in calls])
+        leaves, *levels = _tree_levels(queries, ends, bases, torch.diff(layout.local_cu_seqlens))
+        calls = batch_segments(leaves, bounds=bounds, is_first=True, is_ragged=is_ragged)
+        for nodes in levels:
+            calls.extend(batch_segments(nodes, is_ragged=is_ragged))
+        return StepPlan(calls)
     starts, counts = _runs(queries.documents, ends)
-    rows = torch.stack(
-        [
-            starts * queries.num_queries,
-            counts * queries.num_queries,
-            bases[queries.documents][starts],
-            ends[starts],
-        ],
-        1,
-    )
-    return StepPlan(batch_segments((_Segment(*row) for row in rows.tolist() if row[3] > 0), is_ragged=is_ragged))
+    segments = torch.stack([starts * queries.num_queries, counts * queries.num_queries, base[starts], ends[starts]], 1)
+    return StepPlan(batch_segments(segments[segments[:, 3] > 0], is_ragged=is_ragged))

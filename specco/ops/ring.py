@@ -186,7 +186,9 @@ class RingShards:
             return contributions
         total = torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
         add_contributions(total, contributions)
-        return [(RowSet([0], [self.k.shape[0]]), total[0].unsqueeze(0), total[1].unsqueeze(0))]
+        return [
+            (RowSet(torch.tensor([0]), torch.tensor([self.k.shape[0]])), total[0].unsqueeze(0), total[1].unsqueeze(0))
+        ]
 
 
 def find_needed_rows(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,50 +15,44 @@ class RowSet:
     """``b`` runs of rows, seen as ``[b, n, ...]``. Runs of unequal length are padded with repeats of their last row.
 
     Args:
-        starts: first row of each run.
-        lengths: rows of each run, >= 1.
-        width: n, at least the longest run; None = the longest.
+        starts: int64 ``[b]``, first row of each run.
+        lengths: int64 ``[b]``, rows of each run, >= 1.
         is_ragged: lay the runs end to end instead, ``[1, sum of lengths, ...]``.
     """
 
-    def __init__(
-        self, starts: Sequence[int], lengths: Sequence[int], width: int | None = None, is_ragged: bool = False
-    ) -> None:
-        self.starts, self.lengths = list(starts), list(lengths)
-        self.shape = (1, sum(lengths)) if is_ragged else (len(starts), width or max(lengths))
-        self.is_padded = not is_ragged and min(lengths) < self.shape[1]
-        self.stride = self._find_stride(is_ragged)
+    def __init__(self, starts: Tensor, lengths: Tensor, is_ragged: bool = False) -> None:
+        self._starts, self._lengths, self._is_ragged = starts, lengths, is_ragged
+        self.start, self.num_rows = int(starts[0]), int(lengths.sum())
+        longest = int(lengths.max())
+        self.shape = (1, self.num_rows) if is_ragged else (starts.numel(), longest)
+        self.is_padded = not is_ragged and starts.numel() * longest > self.num_rows
+        self.stride = self._find_stride()
         self._by_device: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
-    def _find_stride(self, is_ragged: bool) -> int | None:
+    def _find_stride(self) -> int | None:
         """Return the rows between the starts of neighbouring runs where all are alike and no run overlaps the next."""
         if self.is_padded:
             return None
-        gaps = {after - before for before, after in zip(self.starts, self.starts[1:], strict=False)}
-        if is_ragged:
-            ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
-            return 0 if ends[:-1] == self.starts[1:] else None
-        if not gaps:
+        if self._starts.numel() == 1:
             return 0
-        return gaps.pop() if len(gaps) == 1 and min(gaps) >= self.shape[1] else None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all runs together, padding not counted."""
-        return sum(self.lengths)
+        gaps = torch.diff(self._starts)
+        if self._is_ragged:
+            return 0 if torch.equal(gaps, self._lengths[:-1]) else None
+        gap = int(gaps[0])
+        return gap if gap >= self.shape[1] and bool((gaps == gap).all()) else None
 
     @property
     def is_contiguous(self) -> bool:
         """True where the runs, in order, are rows 0, 1, 2, ... of the tensor."""
         is_joined = self.shape[0] == 1 or self.stride == self.shape[1]
-        return self.stride is not None and self.starts[0] == 0 and is_joined
+        return self.stride is not None and self.start == 0 and is_joined
 
     def _indices(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Return the flat row index ``[b * n]``, and the flat places that are no padding (None = all)."""
         if device not in self._by_device:
-            starts, lengths = torch.tensor(self.starts), torch.tensor(self.lengths)
-            if self.shape[0] == 1 and len(self.starts) > 1:
-                offsets = torch.arange(self.shape[1]) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+            starts, lengths = self._starts, self._lengths
+            if self._is_ragged:
+                offsets = torch.arange(self.num_rows) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
                 index, valid = torch.repeat_interleave(starts, lengths) + offsets, None
             else:
                 columns = torch.arange(self.shape[1])
@@ -74,7 +66,7 @@ class RowSet:
         if self.stride is None:
             return None
         strides = (self.stride * x.stride(0), *x.stride())
-        return x.as_strided((*self.shape, *x.shape[1:]), strides, x.storage_offset() + self.starts[0] * x.stride(0))
+        return x.as_strided((*self.shape, *x.shape[1:]), strides, x.storage_offset() + self.start * x.stride(0))
 
     def take(self, x: Tensor) -> Tensor:
         """Return the rows of ``x [R, ...]`` as ``[b, n, ...]``, a view where possible."""
@@ -109,7 +101,7 @@ class RowSet:
         """Fold a partial result ``[b, n, N, H]`` into the accumulator ``out [R, N, H]``, ``lse [R, N]``."""
         if self.view(out) is not None and self.shape[0] == 1:
             _merge_in_blocks(
-                out[self.starts[0] :][: self.shape[1]], lse[self.starts[0] :][: self.shape[1]], part_out[0], part_lse[0]
+                out[self.start :][: self.shape[1]], lse[self.start :][: self.shape[1]], part_out[0], part_lse[0]
             )
             return
         index, valid = self._indices(out.device)
