@@ -147,9 +147,10 @@ def batch_segments(
     if small:
         rest = torch.cat(small)
         for group in _group(rest, round_up(rest[:, 1::2])):
-            calls.append(
-                _dense_call(group, False, is_first, False) if is_single else _masked_call(group, None, is_first)
-            )
+            if len(group) == 1:
+                calls.append(_dense_call(group, False, is_first, False))
+            else:
+                calls.append(_masked_call(group, None, is_first))
     return calls
 
 
