@@ -30,6 +30,11 @@ def find_trained_anchors(tokens: PackedTokens, ttt_pass: int) -> Tensor:
     return tokens.shift(tokens.loss_mask, ttt_pass + 1, False)
 
 
+def find_anchors(tokens: PackedTokens, ttt_steps: int) -> Tensor:
+    """Return bool ``[S]``: True where any of the passes predicts a trained token."""
+    return torch.stack([find_trained_anchors(tokens, d) for d in range(1, ttt_steps + 1)]).any(dim=0)
+
+
 def compute_pass_weight(ttt_pass: int, loss_decay: float) -> float:
     """Return the loss weight of every row of pass ``ttt_pass`` (from 1)."""
     return loss_decay ** (ttt_pass - 1)

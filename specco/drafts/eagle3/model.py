@@ -1,7 +1,7 @@
 """The EAGLE-3 network and its unroll, the training-time test (TTT).
 
 Pass 1 runs the one decoder layer over every row: its keys and values are the trunk. Pass d > 1 runs the same layer
-again on its own previous output; the query of anchor i sees the trunk up to i and the keys that passes 2..d made at
+again, on its own previous output at the anchors (the rows that some pass is trained at); the query of anchor i sees the trunk up to i and the keys that passes 2..d made at
 the same anchor, which are its branch. For a document of 4 rows and pass 3 (columns: keys):
 
               trunk (pass 1)    branch, pass 2     branch, pass 3
@@ -31,19 +31,26 @@ from torch import Tensor, nn
 
 from specco.drafts.base import Draft, DraftRows, concat_rows, fill_normal
 from specco.drafts.eagle3.config import Eagle3Config
-from specco.drafts.eagle3.loss import build_pass_rows, find_trained_anchors, sum_pass_weights
+from specco.drafts.eagle3.loss import build_pass_rows, find_anchors, find_trained_anchors, sum_pass_weights
 from specco.ops.branch_attention import Trunk
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 
 AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q ``[T, N, H]``, k ``[T, K, H]``, v ``[T, K, H]``) of one pass -> attention output ``[T, N, H]``."""
+"""(q ``[B, N, H]``, k and v ``[T or B, K, H]``) of one pass -> attention output ``[B, N, H]``."""
 
 
 class TttAttention:
-    """Attention of the passes, called once a pass: the first call makes the trunk, later ones add a branch key."""
+    """Attention of the passes, called once a pass: the first call makes the trunk, later ones add a branch key.
 
-    def __init__(self, layout: PackedLayout, group: dist.ProcessGroup | None) -> None:
+    Args:
+        anchors: int64 ``[B]``, local rows whose queries, and from pass 2 on whose keys, the calls bring.
+        layout: of the trunk, whose ``[T]`` rows bring keys in the first call.
+        group: context-parallel group.
+    """
+
+    def __init__(self, anchors: Tensor, layout: PackedLayout, group: dist.ProcessGroup | None) -> None:
+        self.anchors = anchors
         self.layout = layout
         self.group = group
         self.trunk: Trunk | None = None
@@ -56,7 +63,9 @@ class TttAttention:
         else:
             self.branch_keys.append(k.unsqueeze(1))
             self.branch_values.append(v.unsqueeze(1))
-        out = self.trunk.attend(q.unsqueeze(1), self.branch_keys, self.branch_values, trunk_inclusive=True)
+        out = self.trunk.attend(
+            q.unsqueeze(1), self.branch_keys, self.branch_values, anchors=self.anchors, trunk_inclusive=True
+        )
         assert isinstance(out, Tensor)
         return out.squeeze(1)
 
@@ -86,9 +95,12 @@ class Eagle3Attention(nn.Module):
         self.v_proj = nn.Linear(2 * config.hidden_size, key_width, bias=False)
         self.o_proj = nn.Linear(query_width, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, positions: Tensor, attend_fn: AttendFn) -> Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
+    def forward(self, x: Tensor, positions: Tensor, query_rows: Tensor | None, attend_fn: AttendFn) -> Tensor:
+        k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.k_proj, self.v_proj))
+        k = apply_rope(k, positions, self.rope_theta)
+        if query_rows is not None:
+            x, positions = x.index_select(0, query_rows), positions[query_rows]
+        q = apply_rope(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), positions, self.rope_theta)
         return self.o_proj(attend_fn(q, k, v).flatten(-2))
 
 
@@ -117,11 +129,16 @@ class Eagle3DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Eagle3MLP(config)
 
-    def forward(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, attend_fn: AttendFn) -> Tensor:
+    def forward(
+        self, embeddings: Tensor, hidden: Tensor, positions: Tensor, query_rows: Tensor | None, attend_fn: AttendFn
+    ) -> Tensor:
+        """Run the layer: every row given brings a key; those of ``query_rows`` (None = all) come out."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
+        if query_rows is not None:
+            residual = residual.index_select(0, query_rows)
         x = torch.cat([self.input_layernorm(embeddings), normed], dim=-1)
-        residual = residual + self.self_attn(x, positions, attend_fn)
+        residual = residual + self.self_attn(x, positions, query_rows, attend_fn)
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
@@ -175,8 +192,35 @@ class Eagle3Draft(Draft):
         """Run the passes; see ``Draft.forward``.
 
         Raises:
-            ValueError: a layout of other tokens, or a document longer than ``max_position_embeddings``.
+            ValueError: a layout of other tokens or of several ranks, or a document longer than
+                ``max_position_embeddings``.
         """
+        self._check_inputs(tokens, layout)
+        rows = layout.on_device("global_rows", taps.device)
+        positions = layout.on_device("position_ids", taps.device)
+        # nothing is predicted from the other rows (most of a prompt): they bring keys of the trunk and nothing else
+        anchors = (find_anchors(tokens, self.config.ttt_steps)[rows] & (rows >= 0)).nonzero().squeeze(1)
+        attend_fn = TttAttention(anchors, layout, group)
+        hidden = self._fuse_taps(taps)
+        passes = []
+        for ttt_pass in range(1, self.config.ttt_steps + 1):
+            next_embeddings = fetch_next_embeddings(embeddings, tokens, rows, ttt_pass)
+            query_rows = anchors if ttt_pass == 1 else None
+            hidden = self.midlayer(next_embeddings, hidden, positions + (ttt_pass - 1), query_rows, attend_fn)
+            if ttt_pass == 1:
+                rows, positions = rows[anchors], positions[anchors]
+            picked = find_trained_anchors(tokens, ttt_pass)[rows].nonzero().squeeze(1)
+            if self.config.norm_output:
+                hidden = self.norm(hidden)
+                outputs = hidden.index_select(0, picked)
+            else:
+                outputs = self.norm(hidden.index_select(0, picked))
+            passes.append(build_pass_rows(outputs, rows[picked], tokens, ttt_pass, self.config.loss_decay))
+        return concat_rows(passes)
+
+    def _check_inputs(self, tokens: PackedTokens, layout: PackedLayout) -> None:
+        if layout.cp_size != 1:
+            raise ValueError(f"layout has cp_size={layout.cp_size}; the draft supports 1")
         if not torch.equal(layout.cu_seqlens, tokens.cu_seqlens):
             raise ValueError(
                 f"layout has cu_seqlens {layout.cu_seqlens.tolist()}, but tokens {tokens.cu_seqlens.tolist()}; "
@@ -188,23 +232,6 @@ class Eagle3Draft(Draft):
                 f"a document has {longest} tokens; the draft allows max_position_embeddings="
                 f"{self.config.max_position_embeddings}"
             )
-        global_rows = layout.on_device("global_rows", taps.device)
-        positions = layout.on_device("position_ids", taps.device)
-        attend_fn = TttAttention(layout, group)
-        hidden = self._fuse_taps(taps)
-        passes = []
-        for ttt_pass in range(1, self.config.ttt_steps + 1):
-            next_embeddings = fetch_next_embeddings(embeddings, tokens, layout, ttt_pass, group)
-            hidden = self.midlayer(next_embeddings, hidden, positions + (ttt_pass - 1), attend_fn)
-            is_trained = find_trained_anchors(tokens, ttt_pass)[global_rows] & (global_rows >= 0)
-            picked = is_trained.nonzero().squeeze(1)
-            if self.config.norm_output:
-                hidden = self.norm(hidden)
-                outputs = hidden.index_select(0, picked)
-            else:
-                outputs = self.norm(hidden.index_select(0, picked))
-            passes.append(build_pass_rows(outputs, global_rows[picked], tokens, ttt_pass, self.config.loss_decay))
-        return concat_rows(passes)
 
     def _fuse_taps(self, taps: Tensor) -> Tensor:
         if self.input_norm is not None:
@@ -215,14 +242,19 @@ class Eagle3Draft(Draft):
         return self.fc(taps)
 
 
-def fetch_next_embeddings(
-    embeddings: Tensor, tokens: PackedTokens, layout: PackedLayout, distance: int, group: dist.ProcessGroup | None
-) -> Tensor:
-    """Return ``[T, D]``: for each local row i the embedding of token i + distance of its document, else that of row i.
+def fetch_next_embeddings(embeddings: Tensor, tokens: PackedTokens, rows: Tensor, distance: int) -> Tensor:
+    """Fetch what each row reads in pass ``distance``: the embedding of the token that many places ahead.
 
-    Rows at the end of a document predict nothing in this pass or a later one, so what they read does not matter.
+    Args:
+        embeddings: ``[T, D]``.
+        tokens: the packed microbatch, global.
+        rows: int64 ``[R]``, global rows.
+        distance: in tokens.
+
+    Returns:
+        ``[R, D]``. A row whose document ends before that token gets its own embedding: it predicts nothing in this
+        pass or a later one, so what it reads does not matter.
     """
-    own_rows = torch.arange(tokens.num_tokens, device=tokens.input_ids.device)
+    own_rows = torch.arange(tokens.num_tokens, device=rows.device)
     next_rows = tokens.shift(own_rows, distance, -1)
-    next_rows = torch.where(next_rows < 0, own_rows, next_rows)
-    return embeddings[next_rows]
+    return embeddings.index_select(0, torch.where(next_rows < 0, own_rows, next_rows)[rows])

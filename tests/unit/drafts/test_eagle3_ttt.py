@@ -211,10 +211,11 @@ class TestHandMadeTables:
         assert rows.weights.tolist() == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
         assert sum_pass_weights(tokens, 3, 0.5).tolist() == [3, 1.5, 0.5]
         assert seen == {
-            # pass: (token read at each row, -1 = past the end; rotary position of each row)
-            1: ([51, 52, 53, 54, 55, -1], [0, 1, 2, 3, 4, 5]),
-            2: ([52, 53, 54, 55, -1, -1], [1, 2, 3, 4, 5, 6]),
-            3: ([53, 54, 55, -1, -1, -1], [2, 3, 4, 5, 6, 7]),
+            # pass: (rows; token read at each, -1 = past the end; rotary position of each). Every row brings a trunk
+            # key; from pass 2 on only rows 0 to 3 are left, from which some pass is trained
+            1: ([0, 1, 2, 3, 4, 5], [51, 52, 53, 54, 55, -1], [0, 1, 2, 3, 4, 5]),
+            2: ([0, 1, 2, 3], [52, 53, 54, 55], [1, 2, 3, 4]),
+            3: ([0, 1, 2, 3], [53, 54, 55, -1], [2, 3, 4, 5]),
         }
 
     def test_two_packed_documents(self):
@@ -239,25 +240,28 @@ class TestHandMadeTables:
         assert rows.weights.tolist() == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25]
         assert sum_pass_weights(tokens, 3, 0.5).tolist() == [4, 1.5, 0.25]
         assert seen == {
-            1: ([51, 52, 53, -1, 61, 62, 63, 64, -1], [0, 1, 2, 3, 0, 1, 2, 3, 4]),
-            2: ([52, 53, -1, -1, 62, 63, 64, -1, -1], [1, 2, 3, 4, 1, 2, 3, 4, 5]),
-            3: ([53, -1, -1, -1, 63, 64, -1, -1, -1], [2, 3, 4, 5, 2, 3, 4, 5, 6]),
+            1: ([0, 1, 2, 3, 4, 5, 6, 7, 8], [51, 52, 53, -1, 61, 62, 63, 64, -1], [0, 1, 2, 3, 0, 1, 2, 3, 4]),
+            2: ([0, 1, 4, 5, 6], [52, 53, 62, 63, 64], [1, 2, 1, 2, 3]),
+            3: ([0, 1, 4, 5, 6], [53, -1, 63, 64, -1], [2, 3, 2, 3, 4]),
         }
 
 
 def run_recorded(tokens: PackedTokens) -> tuple:
     """Run a draft whose embedding of token t is t everywhere; return its rows, and what each pass read where.
 
-    Rows that read past their document may read anything; they are shown as -1.
+    A read past the end of the document may give anything; it is shown as -1.
     """
     draft = make_draft(make_config())
-    seen = {}
+    seen, rows = {}, torch.arange(tokens.num_tokens)
 
     def record(module, args):
-        embeddings, _, positions, _ = args
+        nonlocal rows
+        embeddings, _, positions, query_rows, _ = args
         ttt_pass = len(seen) + 1
-        is_past_end = tokens.shift(torch.ones_like(tokens.loss_mask), ttt_pass, False).logical_not()
-        seen[ttt_pass] = (embeddings[:, 0].long().masked_fill(is_past_end, -1).tolist(), positions.tolist())
+        is_past_end = ~tokens.shift(torch.ones_like(tokens.loss_mask), ttt_pass, False)[rows]
+        read = embeddings[:, 0].long().masked_fill(is_past_end, -1)
+        seen[ttt_pass] = (rows.tolist(), read.tolist(), positions.tolist())
+        rows = rows if query_rows is None else query_rows
 
     draft.midlayer.register_forward_pre_hook(record)
     embeddings = tokens.input_ids.double()[:, None].expand(-1, HIDDEN_SIZE)
