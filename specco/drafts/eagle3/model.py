@@ -1,8 +1,9 @@
 """The EAGLE-3 network and its unroll, the training-time test (TTT).
 
 Pass 1 runs the one decoder layer over every row: its keys and values are the trunk. Pass d > 1 runs the same layer
-again, on its own previous output at the anchors (the rows that some pass is trained at); the query of anchor i sees the trunk up to i and the keys that passes 2..d made at
-the same anchor, which are its branch. For a document of 4 rows and pass 3 (columns: keys):
+again, on its own previous output at the anchors (the rows that some pass is trained at). The query of anchor i sees the
+trunk up to i and the keys that passes 2..d made at the same anchor, which are its branch. For a document of 4 rows and
+pass 3 (columns: keys):
 
               trunk (pass 1)    branch, pass 2     branch, pass 3
     anchor     0  1  2  3         0  1  2  3         0  1  2  3
