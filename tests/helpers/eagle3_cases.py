@@ -96,7 +96,11 @@ def run_draft(draft: Eagle3Draft, documents: Sequence[Document]) -> DraftRows:
 
 def compute_loss_sums(draft: Eagle3Draft, documents: Sequence[Document]) -> Tensor:
     """Return the loss sums ``[num_slots]`` of one microbatch."""
-    rows = run_draft(draft, documents)
+    return sum_losses(draft, documents, run_draft(draft, documents))
+
+
+def sum_losses(draft: Eagle3Draft, documents: Sequence[Document], rows: DraftRows) -> Tensor:
+    """Return the loss sums ``[num_slots]`` of some of a microbatch's rows."""
     logits = draft.lm_head(rows.hidden)
     teacher = torch.cat([d.policy_logits for d in documents]).to(logits.dtype)[rows.teacher_rows]
     loss_sums, _ = compute_draft_loss(

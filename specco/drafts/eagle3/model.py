@@ -34,6 +34,7 @@ from specco.drafts.base import Draft, DraftRows, concat_rows, fill_normal
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.loss import build_pass_rows, find_anchors, find_trained_anchors, sum_pass_weights
 from specco.ops.branch_attention import Trunk
+from specco.ops.exchange import fetch_rows
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 
@@ -193,8 +194,7 @@ class Eagle3Draft(Draft):
         """Run the passes; see ``Draft.forward``.
 
         Raises:
-            ValueError: a layout of other tokens or of several ranks, or a document longer than
-                ``max_position_embeddings``.
+            ValueError: a layout of other tokens, or a document longer than ``max_position_embeddings``.
         """
         self._check_inputs(tokens, layout)
         rows = layout.on_device("global_rows", taps.device)
@@ -205,7 +205,7 @@ class Eagle3Draft(Draft):
         hidden = self._fuse_taps(taps)
         passes = []
         for ttt_pass in range(1, self.config.ttt_steps + 1):
-            next_embeddings = fetch_next_embeddings(embeddings, tokens, rows, ttt_pass)
+            next_embeddings = fetch_next_embeddings(embeddings, tokens, rows, ttt_pass, layout, group)
             query_rows = anchors if ttt_pass == 1 else None
             hidden = self.midlayer(next_embeddings, hidden, positions + (ttt_pass - 1), query_rows, attend_fn)
             if ttt_pass == 1:
@@ -220,8 +220,6 @@ class Eagle3Draft(Draft):
         return concat_rows(passes)
 
     def _check_inputs(self, tokens: PackedTokens, layout: PackedLayout) -> None:
-        if layout.cp_size != 1:
-            raise ValueError(f"layout has cp_size={layout.cp_size}; the draft supports 1")
         if not torch.equal(layout.cu_seqlens, tokens.cu_seqlens):
             raise ValueError(
                 f"layout has cu_seqlens {layout.cu_seqlens.tolist()}, but tokens {tokens.cu_seqlens.tolist()}; "
@@ -243,19 +241,28 @@ class Eagle3Draft(Draft):
         return self.fc(taps)
 
 
-def fetch_next_embeddings(embeddings: Tensor, tokens: PackedTokens, rows: Tensor, distance: int) -> Tensor:
+def fetch_next_embeddings(
+    embeddings: Tensor,
+    tokens: PackedTokens,
+    rows: Tensor,
+    distance: int,
+    layout: PackedLayout,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
     """Fetch what each row reads in pass ``distance``: the embedding of the token that many places ahead.
 
     Args:
-        embeddings: ``[T, D]``.
+        embeddings: ``[T, D]``, this rank's rows.
         tokens: the packed microbatch, global.
-        rows: int64 ``[R]``, global rows.
+        rows: int64 ``[R]``, global rows, -1 = padding.
         distance: in tokens.
+        layout: of the embeddings.
+        group: context-parallel group. Collective over it: every rank must call.
 
     Returns:
-        ``[R, D]``. A row whose document ends before that token gets its own embedding: it predicts nothing in this
-        pass or a later one, so what it reads does not matter.
+        ``[R, D]``. A row whose document ends before that token gets its own embedding, and padding any: it predicts
+        nothing in this pass or a later one, so what it reads does not matter.
     """
     own_rows = torch.arange(tokens.num_tokens, device=rows.device)
     next_rows = tokens.shift(own_rows, distance, -1)
-    return embeddings.index_select(0, torch.where(next_rows < 0, own_rows, next_rows)[rows])
+    return fetch_rows(embeddings, torch.where(next_rows < 0, own_rows, next_rows)[rows.clamp(min=0)], layout, group)

@@ -44,12 +44,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"\[0, 4, 9\].*\[0, 9\]"):
             draft(torch.zeros(9, 36), torch.zeros(9, 12), tokens, PackedLayout.build([0, 4, 9]))
 
-    def test_layout_of_two_ranks(self):
-        draft = Eagle3Draft(make_config())
-        tokens = pack([make_document(9, 2, seed=0)])
-        with pytest.raises(ValueError, match=r"cp_size=2"):
-            draft(torch.zeros(6, 36), torch.zeros(6, 12), tokens, PackedLayout.build([0, 9], 2, 0))
-
 
 class TestInitWeights:
     def test_from_the_meta_device(self):
