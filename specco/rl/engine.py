@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from specco.metrics import build_acceptance_pairs, compute_acceptance_length, make_pair
+from specco.metrics import build_acceptance_pairs, compute_acceptance_length
 from specco.rl import refit, vllm_mends
 
 if TYPE_CHECKING:
@@ -31,9 +31,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METHODS = ("eagle3",)
+"""Draft families that are served as they are trained, on every platform."""
+
+MAX_BATCHED_TOKENS = 8192
+"""Prompt tokens of one engine step, unless one prompt needs more."""
+
 # In force before vLLM is imported; a value that the user has set wins.
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to the learner, too
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are some fifteen lines a rank
@@ -47,7 +52,7 @@ class EngineConfig:
     Args:
         policy_path: directory of the policy (config.json, safetensors).
         draft_path: directory of the draft; None: no speculation.
-        method: vLLM's name of the draft family.
+        method: vLLM's name of the draft family, one of ``METHODS``.
         num_speculative_tokens: draft tokens a verification.
         draft_sample_method: "probabilistic" accepts with 1 - TV, "greedy" proposes the draft's argmax.
         dtype: of weights, activations and KV cache in the engine.
@@ -74,6 +79,8 @@ class EngineConfig:
         for name in ("num_speculative_tokens", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are values of 1 and more")
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; allowed are {METHODS}")
         for name in ("policy_path", "draft_path"):
             path = getattr(self, name)
             if path is not None and not (Path(path) / "config.json").is_file():
@@ -112,8 +119,11 @@ class SamplingConfig:
             raise ValueError(
                 f"n is {self.n} at temperature 0, where all responses to a prompt are the same; allowed is 1"
             )
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"temperature is {self.temperature} (allowed: >= 0), top_p {self.top_p} (allowed: (0, 1])")
+        if not (self.temperature == 0 or self.temperature >= 0.01) or not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"temperature is {self.temperature} (allowed: 0, and from 0.01 on, the least that vLLM takes), top_p "
+                f"is {self.top_p} (allowed: above 0, up to 1)"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,8 @@ class Completion:
 
     Args:
         token_ids: the response, the stop token included.
-        logprobs: of each token under the sampling distribution (after temperature and top-p), natural log.
+        logprobs: of each token under the sampling distribution (after temperature and top-p; at temperature 0 that of
+            temperature 1), natural log.
         finish_reason: "stop" or "length".
         weight_versions: version of the policy that wrote each token.
     """
@@ -166,9 +177,8 @@ class EngineStats:
         return counts
 
     def to_pairs(self) -> dict[str, Tensor]:
-        """Return (sum, count) pairs of acceptance, total and by position, and of tokens by second of this engine."""
-        pairs = build_acceptance_pairs(self.num_drafts, self.num_accepted_tokens, self.num_accepted_tokens_per_pos)
-        return pairs | {"engine_tokens_per_s": make_pair(float(self.num_generated_tokens), self.generate_seconds)}
+        """Return (sum, count) pairs of the acceptance, total and by position; see ``build_acceptance_pairs``."""
+        return build_acceptance_pairs(self.num_drafts, self.num_accepted_tokens, self.num_accepted_tokens_per_pos)
 
 
 class RolloutEngine:
@@ -188,6 +198,7 @@ class RolloutEngine:
     def __init__(self, config: EngineConfig, version: int = 0) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core lives in this process, always
         vllm_mends.apply_mends()
         vllm_mends.keep_process_groups()
         self.config = config
@@ -221,8 +232,8 @@ class RolloutEngine:
         """Sample ``sampling.n`` responses to each prompt.
 
         The same weights, prompts and sampling give the same responses: the noise comes from ``sampling.seed`` alone.
-        With probabilistic drafts it also depends on which requests are decoded together, hence on the whole call. The
-        caller's random generators are left as they were.
+        With probabilistic drafts it also depends on which requests are decoded together, hence on the whole call; what
+        is cached of earlier calls changes rounding alone. The caller's random generators are left as they were.
 
         Args:
             prompts: token ids, at least one a prompt.
@@ -232,7 +243,7 @@ class RolloutEngine:
             For each prompt its completions.
 
         Raises:
-            ValueError: an empty prompt, or no room for prompt, response and headroom.
+            ValueError: an empty prompt, an id outside the vocabulary, or no room for prompt, response and headroom.
             RuntimeError: sampled speculation on a vLLM that was not checked for it; a closed engine.
         """
         from vllm import RequestOutput, SamplingParams
@@ -241,7 +252,7 @@ class RolloutEngine:
         engine = self._require_open()
         if self._draft is not None and sampling.temperature > 0:
             vllm_mends.check_sampled_speculation(vllm_mends.get_vllm_version(), vllm_mends.is_cpu_build())
-        self._check_prompts(prompts, sampling)
+        self._check_prompts(prompts, sampling, engine.model_config.get_vocab_size())
         started = time.perf_counter()
         keys: dict[str, int] = {}
         outputs: list[list[Completion]] = [[] for _ in prompts]
@@ -285,7 +296,7 @@ class RolloutEngine:
         """Overwrite the weights of policy, draft or both in place, and drop every cached prefix.
 
         Names and shapes are those of the directory that the engine was built from, all of them; they are checked
-        before anything is written.
+        before anything is written, for which a whole copy of each model is held.
 
         Args:
             version: weight version of the policy after the refit.
@@ -332,11 +343,15 @@ class RolloutEngine:
             raise RuntimeError("the rollout engine is closed")
         return self._engine
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig) -> None:
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], sampling: SamplingConfig, vocab_size: int) -> None:
         limit = self.config.max_model_len
         for index, prompt in enumerate(prompts):
             if len(prompt) == 0:
                 raise ValueError(f"prompt {index} is empty; a prompt has one token at least")
+            if min(prompt) < 0 or max(prompt) >= vocab_size:
+                raise ValueError(
+                    f"prompt {index} has ids {min(prompt)} to {max(prompt)}; allowed are 0 to {vocab_size - 1}"
+                )
             needed = len(prompt) + sampling.max_tokens + self.config.headroom
             if needed > limit:
                 raise ValueError(
@@ -404,6 +419,9 @@ def _build_vllm(config: EngineConfig, stats: EngineStats) -> LLMEngine:
         generation_config="vllm",
         use_tqdm_on_load=False,
         async_scheduling=False,
+        # whole prompts only: after a part of one, vLLM rewinds the request's generator, which a CPU generator cannot
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(config.max_model_len, MAX_BATCHED_TOKENS),
     )
     vllm_config = arguments.create_engine_config()
     return LLMEngine(
@@ -423,7 +441,7 @@ def _keep_process_state() -> Generator[None]:
     python_state, numpy_state = random.getstate(), numpy.random.get_state()
     num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
     try:
-        with torch.random.fork_rng():
+        with _keep_generators():
             yield
     finally:
         random.setstate(python_state)
@@ -435,6 +453,12 @@ def _keep_process_state() -> Generator[None]:
 @contextlib.contextmanager
 def _seed_torch(seed: int) -> Generator[None]:
     """Seed torch's global generators, from which vLLM draws draft noise, and restore them afterwards."""
-    with torch.random.fork_rng():
+    with _keep_generators():
         torch.manual_seed(seed)
         yield
+
+
+def _keep_generators() -> contextlib.AbstractContextManager[None]:
+    """Restore torch's generators of the CPU and of the device in use."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return torch.random.fork_rng(devices=devices)

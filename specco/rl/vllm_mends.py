@@ -87,6 +87,11 @@ def rebind_kernels(overrides: Sequence[tuple[Any, Any]]) -> None:
                     value.__dict__.pop("_kernel_arg_names", None)
 
 
+def _never_pack(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Say of every linear weight that vLLM's kernel for small packed ones (AMX) does not take it."""
+    return False
+
+
 def _replace(owner: object, name: str, value: object) -> None:
     """Set an attribute that must exist: a mend of something that is gone would mend nothing."""
     if not hasattr(owner, name):
@@ -102,8 +107,10 @@ def _mend_expand_batch_to_tokens() -> None:
 
 def _mend_live_linear_weights() -> None:
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _replace(_custom_ops, "_supports_onednn", False)
+    _replace(utils, "check_cpu_sgl_kernel", _never_pack)
 
 
 def _mend_rebind_kernels() -> None:
@@ -127,7 +134,7 @@ EXPAND_BATCH_TO_TOKENS = Mend(
 )
 LIVE_LINEAR_WEIGHTS = Mend(
     name="live_linear_weights",
-    reason="linear weights are packed for oneDNN and the parameter is emptied, so that no refit can reach them",
+    reason="linear weights are packed for oneDNN or AMX and the parameter is emptied, so that no refit can reach them",
     versions=frozenset({"0.32.0"}),
     apply=_mend_live_linear_weights,
 )

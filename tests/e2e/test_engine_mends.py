@@ -33,6 +33,24 @@ class TestFaults:
         mended = vllm_mends.expand_batch_to_tokens(temperature, cu_num_tokens, 3)
         assert mended.tolist() == [0.5, 0.5, 2.0]
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("is_mended", [True, False])
+    def test_linear_kernels_keep_a_copy_of_the_weight(self, dtype, is_mended, monkeypatch):
+        from vllm import _custom_ops
+        from vllm.model_executor.layers import utils
+
+        vllm_mends.apply_mends()
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)  # where the other packed kernel is
+        if not is_mended:
+            monkeypatch.setattr(_custom_ops, "_supports_onednn", True)
+        layer = torch.nn.Linear(64, 64, bias=False, dtype=dtype).requires_grad_(False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        x = torch.randn(3, 64, dtype=dtype)
+        before = layer.cpu_linear(x, layer.weight, None)
+        layer.weight.mul_(-2)
+        change = float((layer.cpu_linear(x, layer.weight, None) + 2 * before).abs().max())
+        assert (change == 0) == is_mended
+
     def test_linear_weights_are_packed_away(self, tmp_path, monkeypatch):
         from vllm import _custom_ops
 

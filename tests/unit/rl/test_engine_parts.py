@@ -75,6 +75,11 @@ class TestConfigs:
         with pytest.raises(ValueError, match=field):
             EngineConfig(policy_path=str(tmp_path), **{field: 0})
 
+    def test_only_families_that_are_served_right(self, tmp_path):
+        (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match="method is 'dflash'; allowed are"):
+            EngineConfig(policy_path=str(tmp_path), method="dflash")
+
     def test_paths_hold_a_model(self, tmp_path):
         with pytest.raises(ValueError, match="policy_path"):
             EngineConfig(policy_path=str(tmp_path / "missing"))
@@ -89,7 +94,15 @@ class TestConfigs:
         assert EngineConfig(policy_path=path, draft_path=path, num_speculative_tokens=5).headroom == 6
 
     @pytest.mark.parametrize(
-        "fields", [{"n": 0}, {"max_tokens": 0}, {"temperature": -0.1}, {"top_p": 0.0}, {"n": 2, "temperature": 0.0}]
+        "fields",
+        [
+            {"n": 0},
+            {"n": 2, "temperature": 0.0},
+            {"max_tokens": 0},
+            {"temperature": -0.1},
+            {"temperature": 0.001},
+            {"top_p": 0.0},
+        ],
     )
     def test_bad_sampling_is_refused(self, fields):
         with pytest.raises(ValueError, match=next(iter(fields))):
