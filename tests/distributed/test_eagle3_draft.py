@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft as one FSDP2 group over two ranks: same start, same gradients, same files as on one rank."""
+"""An EAGLE-3 draft over several ranks, FSDP2 or context-parallel: the start, gradients and files of one rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from helpers.eagle3_cases import compute_gradients, make_config, make_document, make_draft, run_draft
+from helpers.eagle3_cases import (
+    Document,
+    compute_gradients,
+    compute_loss_sums,
+    make_config,
+    make_document,
+    make_draft,
+    pack,
+    run_draft,
+    sum_losses,
+)
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,8 +26,53 @@ from torch.distributed.tensor import DTensor
 from specco.drafts.eagle3.model import Eagle3Draft
 from specco.drafts.export import save_draft
 from specco.drafts.load import load_draft, load_weights
+from specco.ops.layout import PackedLayout
 from specco.testing.distributed import GlooTestCase, instantiate_parametrized_tests, parametrize
 from specco.testing.tolerances import STEP_FLOAT64, relative_error
+
+PACKINGS = {
+    # lengths that no cp divides, documents of one token, one document, prompts that leave a rank without targets
+    "mixed": [(9, 3), (1, 0), (2, 1), (14, 5), (6, 6), (3, 1), (7, 0)],
+    "one": [(23, 4)],
+    "one_target": [(11, 10), (5, 5)],
+    "none": [(6, 6), (3, 3)],
+}
+
+
+def make_documents(name: str) -> list[Document]:
+    return [make_document(length, prompt, seed=i) for i, (length, prompt) in enumerate(PACKINGS[name])]
+
+
+def check_against_one_rank(name: str, *, norm_output: bool) -> None:
+    """Compare rows, loss sums and gradients of all ranks together with those of one rank."""
+    config = make_config(norm_output=norm_output)
+    documents = make_documents(name)
+    whole = run_draft(make_draft(config), documents)
+    expected_sums = compute_loss_sums(make_draft(config), documents).detach()
+    expected = compute_gradients(make_draft(config), [documents])
+
+    draft, tokens = make_draft(config), pack(documents)
+    layout = PackedLayout.build(tokens.cu_seqlens, dist.get_world_size(), dist.get_rank())
+    taps, embeddings = (torch.cat([getattr(d, x) for d in documents]) for x in ("taps", "embeddings"))
+    # what stands in padding rows must not matter
+    local = [layout.shard(x) + 1e3 * (layout.global_rows < 0)[:, None] for x in (taps, embeddings)]
+    rows = draft(*local, tokens, layout, dist.group.WORLD)
+    for i in range(rows.hidden.shape[0]):
+        (match,) = ((whole.slot_ids == rows.slot_ids[i]) & (whole.branch_ids == rows.branch_ids[i])).nonzero()
+        assert (whole.labels[match], whole.teacher_rows[match]) == (rows.labels[i], rows.teacher_rows[i])
+        assert relative_error(rows.hidden[i], whole.hidden[match][0]) < STEP_FLOAT64
+    counts = torch.tensor(rows.hidden.shape[0])
+    dist.all_reduce(counts)
+    assert int(counts) == whole.hidden.shape[0]
+
+    sums = sum_losses(draft, documents, rows)
+    sums.sum().backward()
+    total = sums.detach().clone()
+    dist.all_reduce(total)
+    assert relative_error(total, expected_sums) < STEP_FLOAT64
+    for parameter_name, parameter in draft.named_parameters():
+        dist.all_reduce(parameter.grad)
+        assert relative_error(parameter.grad, expected[parameter_name]) < STEP_FLOAT64, parameter_name
 
 
 def shard(draft: Eagle3Draft) -> Eagle3Draft:
@@ -37,11 +92,11 @@ def build_sharded(fill: float = torch.nan) -> Eagle3Draft:
 
 
 @instantiate_parametrized_tests
-class TestShardedDraft(GlooTestCase):
+class TestTwoRanks(GlooTestCase):
     world_size = 2
 
     @parametrize("has_targets", [True, False])
-    def test_gradients_equal_one_rank(self, has_targets: bool):
+    def test_fsdp_gradients_equal_one_rank(self, has_targets: bool):
         """The second rank has other documents, or none that trains a row; it must make the same collectives."""
         shares = [
             [make_document(9, 3, seed=0), make_document(4, 1, seed=1)],
@@ -84,3 +139,19 @@ class TestShardedDraft(GlooTestCase):
             run_draft(draft, documents).hidden, run_draft(load_draft(directory, dtype=torch.float64), documents).hidden
         )
         dist.barrier()
+
+    @parametrize("name", list(PACKINGS))
+    def test_context_parallel_equals_one_rank(self, name: str):
+        check_against_one_rank(name, norm_output=False)
+
+    def test_the_fed_back_row_may_be_normed(self):
+        check_against_one_rank("mixed", norm_output=True)
+
+
+@instantiate_parametrized_tests
+class TestFourRanks(GlooTestCase):
+    world_size = 4
+
+    @parametrize("name", ["mixed", "one_target"])
+    def test_context_parallel_equals_one_rank(self, name: str):
+        check_against_one_rank(name, norm_output=False)
