@@ -44,11 +44,11 @@ def named_policy_weights(policy: Qwen3Policy) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather_units(policy: Qwen3Policy) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of the names, module): each layer, and each other child but the draft."""
+    """Yield (prefix of the names, module): each layer, and each other child. The adapter drops the draft's names."""
     for name, child in policy.named_children():
         if name == "layers":
             yield from ((f"layers.{layer_id}.", layer) for layer_id, layer in child.named_children())
-        elif f"{name}." != DRAFT_PREFIX:
+        else:
             yield f"{name}.", child
 
 

@@ -19,7 +19,7 @@ FLAVORS: dict[str, dict[str, Any]] = {
 """Sizes by name, arguments of ``make_qwen3_config``; all have a vocabulary of 64 and RoPE base 10,000."""
 
 SMALL_INIT_STD = 0.07
-"""Qwen3's 0.02 is small for matrices this narrow: from 0.07 the demo's policy learns to add some 50 steps sooner."""
+"""Near one over the square root of the width; Qwen3's 0.02 is meant for wider matrices."""
 
 
 def model_registry(flavor: str, *, draft: Eagle3Config | None = None, is_frozen: bool = False) -> ModelSpec:

@@ -9,6 +9,7 @@ from torchtitan.models.qwen3.model import Qwen3Model
 
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.packing import PackedTokens, pack_documents
+from specco.testing.tolerances import max_error
 from specco.titan.attention import PackedMasks
 from specco.titan.policy import AnyDtypeRoPE, make_qwen3_config
 from specco.titan.registry import model_registry
@@ -66,14 +67,16 @@ def test_rope_without_the_cast_is_torchtitans_to_the_bit(dtype):
         assert torch.equal(a, b)
 
 
-def test_rope_keeps_float64():
+def test_rope_computes_in_float64():
     rope = AnyDtypeRoPE.Config(dim=16, max_seq_len=50).build()
-    query = torch.randn(1, 9, 4, 16, dtype=torch.float64)
-    rotated, _ = rope(query, query, None)
-    assert rotated.dtype == torch.float64
-    # a rotation keeps the length up to the float32 angles' cosine and sine, not up to float32 products
-    through_float32, _ = rope(query.float(), query.float(), None)
-    assert 1e-9 < (rotated - through_float32).abs().max() < 1e-6
+    query, key = torch.randn(2, 1, 9, 4, 16, dtype=torch.float64)
+    # the cache holds each angle twice, for the two halves of a head
+    cos, _, sin, _ = rope.cache[:9, None].double().chunk(4, dim=-1)
+    for rotated, x in zip(rope(query, key, None), (query, key), strict=True):
+        first, second = x.chunk(2, dim=-1)
+        expected = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        assert rotated.dtype == torch.float64
+        assert max_error(rotated, expected) < 1e-14
 
 
 def test_logits_are_torchtitans_to_the_bit():
@@ -121,7 +124,8 @@ def test_taps_are_detached_layer_outputs_in_order(is_checkpointed):
     policy.draft = RecordingDraft((0, 1, 3))
     outputs = {}
     for name, layer in policy.layers.named_children():
-        layer.register_forward_hook(lambda module, args, out, name=name: outputs.setdefault(name, out.detach()))
+        # a hook that returned something would replace the layer's output
+        layer.register_forward_hook(lambda module, args, out, name=name: outputs.update({name: out.detach()}))
     embedded = []
     policy.tok_embeddings.register_forward_hook(lambda module, args, out: embedded.append(out.detach()))
     if is_checkpointed:
