@@ -1,5 +1,6 @@
 """What the GPU backends do before and after their kernels, on a CPU: arguments, masks, gradients, refusals."""
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import types
 
 import pytest
 import torch
+from helpers.branch_cases import WORKLOADS, compare, run_op, run_oracle
 from torch.nn.attention import flex_attention as flex
 
 from specco.ops import kernels_gpu
@@ -149,6 +151,26 @@ def test_flash_equals_naive(name, head_dim, monkeypatch):
     wanted = NaiveBackend().backward(dout, q, k, v, expected_out, joint, dense, 0.25)
     for grad, expected in zip(grads, wanted, strict=True):
         assert max_error(grad, expected) <= OP_FLOAT64
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("backend", [FlashBackend, FlexBackend])
+def test_op_with_ragged_calls_equals_the_oracle(name, backend, eager_flex, monkeypatch):
+    """The whole op on the plans that only these backends get: segments of all documents in one call."""
+    monkeypatch.setattr(backend, "missing", lambda *args: None)
+    monkeypatch.setattr(kernels_gpu, "find_flash_attn", lambda: None)
+    monkeypatch.setattr(kernels_gpu, "_torch_flash_forward", run_naive_segments)
+    monkeypatch.setattr(kernels_gpu, "_torch_flash_backward", run_naive_segments_backward)
+    work = dataclasses.replace(WORKLOADS[name], lengths=(1, 70, 140, 9))
+    inputs = work.draw_inputs(torch.float64)
+    get_backend.cache_clear()
+    try:
+        found = run_op(work, inputs, CPU, "flash" if backend is FlashBackend else "flex")
+    finally:
+        get_backend.cache_clear()
+    # The stand-in, like the kernels, takes lse in float32.
+    tolerance = 1e-6 if backend is FlashBackend else OP_FLOAT64
+    assert max(compare(found, run_oracle(work, inputs, torch.float64)).values()) <= tolerance
 
 
 def test_flash_leaves_interval_masks_to_flex(eager_flex):
