@@ -50,8 +50,10 @@ from bench_usp import Usp, UspPlan
 from torch import Tensor
 
 from specco.ops.branch_attention import Trunk
+from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import naive_branch_attention
+from specco.ops.passes import build_query_pass, count_pairs
 
 MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -407,6 +409,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", help="all of them when not given")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--check", action="store_true", help="compare with the dense oracle instead of timing")
+    parser.add_argument("--pairs", action="store_true", help="print the balance of (query, key) pairs instead")
     parser.add_argument("--plot", type=Path, help="image of the ratios")
     parser.add_argument("--out", type=Path, help="JSON file of all figures")
     options = parser.parse_args()
@@ -416,6 +419,9 @@ def main() -> None:
     ):
         family, size = name.rsplit("-", 1)
         cases.append(Case(family, int(size), tokens, documents, cp, tuple(options.heads), dtype))
+    if options.pairs:
+        report_pairs(options.cp)
+        return
     results = run_cases(cases, options)
     if options.check and not print_checks(results):
         raise SystemExit(1)
@@ -423,6 +429,32 @@ def main() -> None:
         plot_results(results, describe_machine(), options.plot)
     if options.out:
         options.out.write_text(json.dumps({"machine": describe_machine(), "results": results}, indent=1))
+
+
+def report_pairs(degrees: list[int]) -> None:
+    """Print the balance of visible pairs over ranks and the share of computed ones, over 20 random packings each."""
+    print(f"{'documents':18}{'pass':>12}{'cp':>4}{'visible max/mean':>18}{'computed/visible':>18}")
+    backend = get_backend("cpu", torch.device("cpu"), torch.bfloat16)
+    for (low, high), width, cp in itertools.product([(64, 2048), (16, 256), (2, 32)], (1, 16), degrees):
+        balance, share = [], []
+        for seed in range(20):
+            draw = random.Random(seed)
+            lengths = [draw.randint(low, high) for _ in range(64)]
+            layouts = [PackedLayout.build([0, *itertools.accumulate(lengths)], cp, rank) for rank in range(cp)]
+            owners, rows = layouts[0].locate(torch.tensor(draw.choices(range(sum(lengths)), k=512)))
+            counts = []
+            for rank, layout in enumerate(layouts):
+                anchors = None if width == 1 else rows[owners == rank]
+                q = torch.empty(0, width, 8, 64)
+                counts.append(count_pairs(build_query_pass(layout, backend, q, 2, anchors, width == 1, None, None)))
+            visible = [count.visible for count in counts]
+            balance.append(max(visible) * cp / sum(visible))
+            share.append(sum(count.computed for count in counts) / sum(visible))
+        what = "every row" if width == 1 else "512 anchors"
+        figures = (
+            f"{statistics.mean(balance):8.3f} <= {max(balance):.3f}{statistics.mean(share):9.3f} <= {max(share):.3f}"
+        )
+        print(f"64 of {low}..{high}".ljust(18) + f"{what:>12}{cp:4}  {figures}")
 
 
 def describe_machine() -> dict[str, str]:
