@@ -114,10 +114,13 @@ def copy_with(path, target, weights=None, config=None):
 def test_weights_that_do_not_fit_are_refused_by_name(exported, tmp_path):
     policy, path = build(), exported[1]
     weights = load_file(path / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    without = {n: w for n, w in weights.items() if n != name}
+
+    def leave_out(name):
+        return {n: w for n, w in weights.items() if n != name}
+
     cases = {
-        "missing": (without, r"layers\.0\.attention\.qkv_linear"),
+        "missing": (leave_out("model.norm.weight"), r"missing \['norm\.weight'\]"),
+        "part": (leave_out("model.layers.0.self_attn.k_proj.weight"), r"layers\.0\.attention\.qkv_linear"),
         "extra": (weights | {"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}, r"q_proj\.bias"),
         "deep": (weights | {"model.layers.7.mlp.up_proj.weight": torch.zeros(48, 32)}, r"layers\.7\.feed_forward"),
         "shape": (weights | {"lm_head.weight": torch.zeros(64, 31)}, r"lm_head\.weight"),
