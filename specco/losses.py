@@ -19,8 +19,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(draft_logits.dtype, torch.float32)
         teacher = torch.softmax(teacher_logits, dim=-1, dtype=dtype)
         draft = torch.log_softmax(draft_logits, dim=-1, dtype=dtype)
-        # row products and norms, so that these two stay the only [rows, vocabulary] temporaries
-        loss = -torch.linalg.vecdot(teacher, draft)
+        # a batched product and a norm, so that these two stay the only [rows, vocabulary] temporaries; where the user
+        # lets float32 products run in TF32, the loss's value has its precision, the gradient has not
+        loss = -(teacher.unsqueeze(1) @ draft.unsqueeze(2)).flatten()
         label_teacher = teacher.gather(1, labels[:, None]).squeeze(1)
         label_draft = draft.gather(1, labels[:, None]).squeeze(1).exp()
         label_acceptance = (label_draft / label_teacher.clamp(min=torch.finfo(dtype).tiny)).clamp(max=1.0)
