@@ -92,4 +92,5 @@ class PackedAttention(Module):
         if q.shape[0] != layout.global_rows.numel():
             raise ValueError(f"the batch has {q.shape[0]} rows, but its layout has {layout.global_rows.numel()}")
         out = ring_attention(q, k, v, layout=layout, group=group, scale=scale, backend=self.backend)
+        assert isinstance(out, Tensor)
         return out.view(q_BLNH.shape)

@@ -73,6 +73,8 @@ class Qwen3Policy(Qwen3Model):
         is_frozen: bool = False
         """Whether the policy's own parameters take no gradient (pre-training of the draft)."""
 
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         if config.is_frozen:
@@ -116,8 +118,8 @@ class Qwen3Policy(Qwen3Model):
         """
         if attention_masks is None:
             attention_masks = _build_masks(tokens, positions, packed_tokens)
-        is_tapped = packed_tokens is not None and self.draft is not None
-        tapped = {str(layer_id) for layer_id in self.draft.target_layer_ids} if is_tapped else set()
+        draft = None if packed_tokens is None else self.draft
+        tapped = set() if draft is None else {str(layer_id) for layer_id in draft.target_layer_ids}
         h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
         embeddings = h.detach()
         taps = []
@@ -128,10 +130,10 @@ class Qwen3Policy(Qwen3Model):
         h = self.norm(h) if self.norm is not None else h
         if packed_tokens is None:
             return h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
-        if self.draft is None:
+        if draft is None:
             return h, None
         layout, group = attention_masks
-        rows = self.draft(torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1), packed_tokens, layout, group)
+        rows = draft(torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1), packed_tokens, layout, group)
         return h, rows
 
 

@@ -57,6 +57,8 @@ class DraftTrainer(Trainer):
         chunk_rows: int = 1024
         """Rows of one lm_head product."""
 
+    config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         load_policy(self.policy, config.hf_assets_path)
