@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -20,8 +21,11 @@ from torch.nn.attention.flex_attention import BlockMask as TileMask
 
 from specco.ops.kernels import BlockMask
 
+logger = logging.getLogger(__name__)
+
 _HALF_TYPES = (torch.float16, torch.bfloat16)
 _TILE = 128
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _MIN_FLASH_ATTN = (2, 7)
 
 Segments = tuple[Tensor, Tensor, int, int]
@@ -49,11 +53,21 @@ def list_segments(q: Tensor, k: Tensor, mask: BlockMask) -> Segments:
 
 @lru_cache(maxsize=1)
 def find_flash_attn() -> str | None:
-    """Return the version of flash-attn if one is installed that is new enough, else None."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None
-    version = importlib.metadata.version("flash_attn")
-    return version if tuple(int(part) for part in version.split(".")[:2]) >= _MIN_FLASH_ATTN else None
+    """Return the version of flash-attn if one is installed that is new enough and can be imported, else None."""
+    version = None
+    if importlib.util.find_spec("flash_attn") is not None:
+        version = importlib.metadata.version("flash_attn")
+        if tuple(int(part) for part in version.split(".")[:2]) < _MIN_FLASH_ATTN:
+            logger.warning("flash-attn %s is too old, 2.7 or above is used", version)
+            version = None
+    if version is not None:
+        try:
+            import flash_attn.flash_attn_interface  # noqa: F401
+        except ImportError as error:
+            logger.warning("flash-attn %s is installed but cannot be imported: %s", version, error)
+            version = None
+    logger.info("FlashAttention comes from %s", "torch" if version is None else f"flash-attn {version}")
+    return version
 
 
 class FlashBackend:
@@ -70,7 +84,7 @@ class FlashBackend:
         reason = describe_missing_gpu(device, 8)
         if reason is None and dtype not in _HALF_TYPES:
             reason = f"FlashAttention computes in float16 and bfloat16, these tensors are {dtype}"
-        return reason
+        return reason or FlexBackend().missing(device, dtype)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
         if mask.first is not None:
@@ -186,15 +200,14 @@ class FlexBackend:
         if q.numel() == 0 or k.numel() == 0:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         first, last = list_intervals(q, k, mask)
-        with torch.enable_grad():
+        # Inside a registered op torch records no graph, whatever the grad mode: its key is excluded there.
+        with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            part_out, part_lse = _attend(
-                *(x.transpose(1, 2) for x in leaves), tile_mask(first, last, k.shape[1]), scale
-            )
-        d_out, d_lse = differentiate_merge(
-            dout.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2), part_out.detach(), part_lse.detach()
-        )
-        dq, dk, dv = torch.autograd.grad((part_out, part_lse), leaves, (d_out, d_lse))
+            heads_first = [x.transpose(1, 2) for x in leaves]
+            part_out, part_lse = _attend(*heads_first, tile_mask(first, last, k.shape[1]), scale)
+            joint = [x.detach().transpose(1, 2) for x in (dout, out, lse)]
+            d_out, d_lse = differentiate_merge(*joint, part_out.detach(), part_lse.detach())
+            dq, dk, dv = torch.autograd.grad((part_out, part_lse), leaves, (d_out, d_lse))
         return dq, dk, dv
 
 

@@ -12,8 +12,10 @@ from helpers.branch_cases import WORKLOADS, compare, run_op, run_oracle
 from torch.nn.attention import flex_attention as flex
 
 from specco.ops import kernels_gpu
+from specco.ops.branch_attention import branch_attention
 from specco.ops.kernels import BlockMask, NaiveBackend, get_backend
 from specco.ops.kernels_gpu import FlashBackend, FlexBackend
+from specco.ops.layout import PackedLayout
 from specco.testing.tolerances import OP_FLOAT64, max_error
 
 CPU = torch.device("cpu")
@@ -171,6 +173,30 @@ def test_op_with_ragged_calls_equals_the_oracle(name, backend, eager_flex, monke
     # The stand-in, like the kernels, takes lse in float32.
     tolerance = 1e-6 if backend is FlashBackend else OP_FLOAT64
     assert max(compare(found, run_oracle(work, inputs, torch.float64)).values()) <= tolerance
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_registered_op_with_flex_has_gradients(name, eager_flex, monkeypatch):
+    """The single call computes its gradients inside a registered op, where torch records no graph of its own accord."""
+    monkeypatch.setattr(FlexBackend, "missing", lambda *args: None)
+    work = dataclasses.replace(WORKLOADS[name], lengths=(1, 70, 140, 9))
+    inputs = work.draw_inputs(torch.float64)
+    leaves = {key: x.clone().requires_grad_() for key, x in inputs.items()}
+    get_backend.cache_clear()
+    try:
+        out = branch_attention(
+            *(leaves[key] for key in ("q", "k", "v", "k_branch", "v_branch")),
+            anchors=work.draw_anchors(),
+            layout=PackedLayout.build(work.cu_seqlens),
+            backend="flex",
+            **work.options,
+        )
+        out.backward(inputs["dout"])
+    finally:
+        get_backend.cache_clear()
+    expected = run_oracle(work, inputs, torch.float64)
+    for key in ("q", "k", "v", "k_branch", "v_branch"):
+        assert max_error(leaves[key].grad, expected[f"d{key}"]) <= OP_FLOAT64
 
 
 def test_flash_leaves_interval_masks_to_flex(eager_flex):
