@@ -169,14 +169,14 @@ def sample_policy(policy_path: str, num_samples: int, *, seed: int) -> list[Samp
     return [shares[index % world_size][index // world_size] for index in range(num_samples)]
 
 
-def adamw(lr: float, pattern: str = ".*") -> OptimizersContainer.Config:
+def make_adamw(lr: float, pattern: str = ".*") -> OptimizersContainer.Config:
     """AdamW on the parameters whose names match; without weight decay."""
     kwargs = {"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.0}
     group = ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=kwargs)
     return OptimizersContainer.Config(param_groups=[group])
 
 
-def training(steps: int, batch_size: int) -> TrainingConfig:
+def make_training(steps: int, batch_size: int) -> TrainingConfig:
     """A step of ``batch_size`` documents: at two ranks in one go, at one rank in two."""
     return TrainingConfig(
         local_batch_size=batch_size // 2,
@@ -197,9 +197,9 @@ def make_policy_config(name: str, flavor: str, *, steps: int, batch_size: int) -
         tokenizer=CarryTokenizer.Config(),
         dataloader=CarryLoader.Config(),
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB_SIZE),
-        optimizer=adamw(2e-3),
+        optimizer=make_adamw(2e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=steps // 25, decay_ratio=0.2, min_lr_factor=0.1),
-        training=training(steps, batch_size),
+        training=make_training(steps, batch_size),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward="never"),
         activation_checkpoint=None,
         metrics=MetricsProcessor.Config(log_freq=25),
@@ -218,9 +218,9 @@ def make_draft_config(
         dataloader=RolloutLoader.Config(policy_path=policy_path, num_samples=num_samples),
         # torchtitan builds some loss; the draft's own is the chunked head's
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB_SIZE),
-        optimizer=adamw(2e-3, pattern=r"^draft\."),
+        optimizer=make_adamw(2e-3, pattern=r"^draft\."),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=steps // 15, decay_ratio=0.5, min_lr_factor=0.1),
-        training=training(steps, batch_size),
+        training=make_training(steps, batch_size),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward="never"),
         activation_checkpoint=None,
         metrics=MetricsProcessor.Config(log_freq=25),

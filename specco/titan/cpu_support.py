@@ -83,15 +83,13 @@ def apply() -> bool:
 
     import torchtitan.tools.utils as titan_utils
 
-    if not isinstance(titan_utils.device_module, CpuDeviceModule):
-        titan_utils.device_module = CpuDeviceModule()  # pyrefly: ignore[bad-assignment]
-        titan_utils.device_type = "cpu"
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and "device_type" in vars(module) and "device_module" in vars(module):
-            module.device_type = "cpu"  # pyrefly: ignore[missing-attribute]
-            module.device_module = titan_utils.device_module  # pyrefly: ignore[missing-attribute]
-        elif name == "torchtitan.distributed.parallel_dims":
-            module.device_type = "cpu"  # pyrefly: ignore[missing-attribute]
+    stand_ins = {"device_type": "cpu", "device_module": CpuDeviceModule()}
+    if isinstance(titan_utils.device_module, CpuDeviceModule):
+        stand_ins["device_module"] = titan_utils.device_module
+    for module_name, module in list(sys.modules.items()):
+        for name, value in stand_ins.items():
+            if module_name.startswith("torchtitan.") and name in vars(module):
+                setattr(module, name, value)
 
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = dist.distributed_c10d._set_pg_timeout  # pyrefly: ignore[missing-attribute]

@@ -32,17 +32,18 @@ class PolicyTrainer(Trainer):
     class Config(Trainer.Config):
         pass
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if self.tokenizer.eos_id is None:
+            raise ValueError(f"the tokenizer in {config.hf_assets_path} has no end token; an exported policy needs one")
+        self.eos_token_id = self.tokenizer.eos_id
+
     def train(self) -> None:
         super().train()
         path = Path(self.config.dump_folder) / "policy"
-        eos_token_id = self.tokenizer.eos_id
-        assert eos_token_id is not None, "the tokenizer has no end token, which the exported policy needs"
-        save_policy(self.policy, path, tokenizer_path=self.config.hf_assets_path, eos_token_id=eos_token_id)
+        policy = cast(Qwen3Policy, self.model_parts[0])
+        save_policy(policy, path, tokenizer_path=self.config.hf_assets_path, eos_token_id=self.eos_token_id)
         logger.info(f"Policy exported to {path}")
-
-    @property
-    def policy(self) -> Qwen3Policy:
-        return cast(Qwen3Policy, self.model_parts[0])
 
 
 class DraftTrainer(Trainer):
@@ -61,14 +62,11 @@ class DraftTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self.policy = cast(Qwen3Policy, self.model_parts[0])
+        if self.policy.draft is None:
+            raise ValueError("model_spec has no draft; DraftTrainer trains one")
+        self.draft = self.policy.draft
         load_policy(self.policy, config.hf_assets_path)
-        draft = self.policy.draft
-        assert draft is not None, "DraftTrainer needs a model_spec with a draft"
-        self.draft = draft
-
-    @property
-    def policy(self) -> Qwen3Policy:
-        return cast(Qwen3Policy, self.model_parts[0])
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
         """Take one optimizer step; the loss is the weighted mean over the rows of all ranks and microbatches."""
