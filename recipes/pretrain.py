@@ -218,7 +218,7 @@ def make_draft_config(
         dataloader=RolloutLoader.Config(policy_path=policy_path, num_samples=num_samples),
         # torchtitan builds some loss; the draft's own is the chunked head's
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB_SIZE),
-        optimizer=make_adamw(2e-3, pattern=r"^draft\."),
+        optimizer=make_adamw(4e-3, pattern=r"^draft\."),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=steps // 15, decay_ratio=0.5, min_lr_factor=0.1),
         training=make_training(steps, batch_size),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward="never"),
