@@ -6,14 +6,15 @@ Every rank owns an in-process vLLM engine and rolls out its share of the prompts
 takes one joint step of policy and draft, and both go back into every engine before the next rollout. Any field can be
 set on the command line, for example ``--steps 5 --learner.draft_weight 0.5``.
 
-Left out, to stay readable: checkpoints and resume, several updates a rollout, asynchronous rollouts, multi-turn tasks
-(the environment protocol has them), and any layout but data parallelism.
+Left out, to stay readable: several updates a rollout, asynchronous rollouts, multi-turn tasks (the environment protocol
+has them), and any layout but data parallelism.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,15 +24,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from specco.titan import cpu_support
 
 cpu_support.apply()
 
-from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
 from torchtitan.config import Configurable  # noqa: E402
-from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.config.manager import custom_registry  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
@@ -44,8 +44,9 @@ from specco.rl.batch import RolloutBatch  # noqa: E402
 from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig, derive_seed  # noqa: E402
 from specco.rl.environment import collect_rollouts  # noqa: E402
 from specco.rl.grpo import GrpoLoss, compute_advantages, summarize_rewards  # noqa: E402
+from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint  # noqa: E402
 from specco.titan.export import read_policy_config, save_policy  # noqa: E402
-from specco.titan.learner import DRAFT_PATTERN, Learner, policy_and_draft_groups  # noqa: E402
+from specco.titan.learner import DRAFT_PATTERN, Learner  # noqa: E402
 from specco.titan.registry import make_model_spec  # noqa: E402
 
 SUMMARY = {
@@ -93,6 +94,14 @@ class Grpo(Configurable):
         validation_prompts: int = 128
         validation_samples: int = 4
         seed: int = 0
+        checkpoint_every: int = 10
+        """Steps between checkpoints, which go to ``runs/NAME/checkpoints``; 0: none."""
+        checkpoint_keep: int = 2
+        """Whole checkpoints that stay."""
+        resume: bool = False
+        """Go on from the last whole checkpoint of this run; from the start where there is none."""
+        start_checkpoint: str = ""
+        """A checkpoint of another run: policy and draft start from its weights instead of those of the directories."""
 
         def __post_init__(self) -> None:
             for name in ("steps", "prompts_per_step", "group_size", "validate_every", "validation_prompts"):
@@ -144,8 +153,17 @@ class Grpo(Configurable):
         self.learner = Learner(config.learner)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.engine = RolloutEngine(engine_config)
+        if config.start_checkpoint:
+            self.learner.load_checkpoint_weights(config.start_checkpoint)
         self.start_draft = [(n, w.clone()) for n, w in self.learner.draft_weights()] if is_cotrained else None
-        self.log = MetricsLog(self.folder) if self.rank == 0 else None
+        self.step = 0
+        checkpoints = list_checkpoints(self.folder / "checkpoints") if config.resume else []
+        if checkpoints:
+            load_checkpoint(checkpoints[-1], {"learner": self.learner, "job": self})
+        if checkpoints or config.start_checkpoint:
+            self._refit(version=self.step)
+        last_step = self.step if checkpoints else None
+        self.log = MetricsLog(self.folder, last_step) if self.rank == 0 else None
         self.seconds: dict[str, float] = {}
 
     def _get_max_model_len(self) -> int:
@@ -160,11 +178,18 @@ class Grpo(Configurable):
 
     def run(self) -> None:
         """Run all steps, export policy and draft, print the table."""
-        self._write({"step": 0} | self._validate(step=0))
-        progress = tqdm(range(1, self.config.steps + 1), disable=self.rank != 0, desc=self.config.name)
+        if self.step == 0:
+            self._write({"step": 0} | self._validate(step=0))
+        steps = range(self.step + 1, self.config.steps + 1)
+        progress = tqdm(
+            steps, disable=self.rank != 0, desc=self.config.name, initial=self.step, total=self.config.steps
+        )
         for step in progress:
             row = self._step(step)
             self._write(row)
+            self.step = step
+            if self.config.checkpoint_every and step % self.config.checkpoint_every == 0:
+                self._save_checkpoint()
             if self.config.export_every and step % self.config.export_every == 0:
                 self.export()
             progress.set_postfix_str(
@@ -176,6 +201,23 @@ class Grpo(Configurable):
             rows = [row for row in self.log.rows if "validation_accuracy" in row]
             print_table(rows, SUMMARY, f"{self.config.name}: {self.config.steps} steps, {self.world_size} ranks")
             self.log.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the run; prompts, noise and data order follow from it and the seed."""
+        return {"step": self.step, "world_size": self.world_size, "seed": self.config.seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the position of a run of the same seed and number of ranks."""
+        for name, value in {"world_size": self.world_size, "seed": self.config.seed}.items():
+            if state_dict[name] != value:
+                raise ValueError(
+                    f"the checkpoint has {name}={state_dict[name]}, this run {value}; the two must be equal"
+                )
+        self.step = state_dict["step"]
+
+    def _save_checkpoint(self) -> None:
+        state = {"learner": self.learner, "job": self}
+        save_checkpoint(self.folder / "checkpoints", self.step, state, keep=self.config.checkpoint_keep)
 
     def _write(self, row: dict[str, Any]) -> None:
         if self.log is not None:
@@ -191,6 +233,7 @@ class Grpo(Configurable):
             share = torch.arange(self.rank, len(batch), self.world_size)
             microbatches = batch.take(share).pack(self.config.max_tokens, {"advantages": advantages[share]})
             metrics = self.learner.step(microbatches, self.config.loss)
+        check_losses(metrics, step)
         with self._time("refit"):
             self._refit(step)
         self.seconds["seconds/step"] = time.perf_counter() - start
@@ -253,39 +296,22 @@ class Grpo(Configurable):
             save_draft(self.learner.draft, self.folder / "draft")
 
 
-def tiny_eagle3() -> Grpo.Config:
-    """The demo: 60 steps of 16 prompts x 8 samples, policy and EAGLE-3 draft co-trained."""
-    adam = {"betas": (0.9, 0.95), "weight_decay": 0.0}
-    return Grpo.Config(
-        name="tiny_eagle3",
-        learner=Learner.Config(
-            policy_path="runs/tiny_policy/policy",
-            draft_path="runs/tiny_eagle3_draft/draft",
-            optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(1.2e-4, 1e-3, **adam)),
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, min_lr_factor=0.2),
-            training=TrainingConfig(mixed_precision_param="float32", disable_cuda_graphs=True),
-            parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-            debug=DebugConfig(seed=0),
-        ),
-    )
+def check_losses(metrics: dict[str, float], step: int) -> None:
+    """Stop a run whose loss is lost; gradients that overflow alone are skipped and counted by the learner.
+
+    Raises:
+        FloatingPointError: a loss that is no finite number, the same on every rank.
+    """
+    for name in ("policy_loss", "draft_loss"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            raise FloatingPointError(f"{name} is {metrics[name]} at step {step}; the last checkpoint is from before it")
 
 
-def smoke() -> Grpo.Config:
-    """Four layers and three steps: what a test runs end to end."""
-    config = tiny_eagle3()
-    config.name = "smoke"
-    config.learner.policy_path = "runs/smoke_policy/policy"
-    config.learner.draft_path = "runs/smoke_eagle3_draft/draft"
-    config.steps, config.prompts_per_step, config.validate_every = 3, 4, 3
-    config.validation_prompts, config.validation_samples = 8, 2
-    return config
-
-
-CONFIGS = {"tiny_eagle3": tiny_eagle3, "smoke": smoke}
-
-
+@record
 def main() -> None:
-    """Read the config from the command line and run the job."""
+    """Read the config from the command line and run the job; a failure is the last thing that torchrun shows."""
+    from recipes.grpo_configs import CONFIGS
+
     init_logger()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", required=True, choices=CONFIGS)
@@ -293,11 +319,9 @@ def main() -> None:
     default = CONFIGS[args.config]()
     config = tyro.cli(type(default), args=fields, default=default, registry=custom_registry)
     job = config.build()
-    try:
-        job.run()
-    finally:
-        job.engine.close()
-        dist.destroy_process_group()
+    job.run()
+    job.engine.close()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

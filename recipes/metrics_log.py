@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,20 +19,35 @@ class MetricsLog:
     """Appends rows to ``metrics.jsonl`` and scalars to TensorBoard; made on one rank only.
 
     Args:
-        folder: of the run; made if it is not there. An older metrics.jsonl is replaced.
+        folder: of the run; made if it is not there.
+        last_step: rows of an earlier run up to this step stay, later ones go: the run resumes after it. None: none
+            stays.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, last_step: int | None = None) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
         self.rows: list[dict[str, Any]] = []
-        self._file = (self.folder / "metrics.jsonl").open("w")
-        self._board = SummaryWriter(str(self.folder / "tensorboard"))
+        if last_step is not None and path.exists():
+            self.rows = [row for row in read_rows(path) if row["step"] <= last_step]
+        part = path.with_suffix(".part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(part, path)
+        self._file = path.open("a")
+        if last_step is None:
+            shutil.rmtree(self.folder / "tensorboard", ignore_errors=True)
+        purge_step = None if last_step is None else last_step + 1
+        self._board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=purge_step)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one row; ``row["step"]`` is its step, every other number a scalar of that step."""
+        """Append one row; ``row["step"]`` is its step, every other number a scalar of that step.
+
+        JSON has no NaN and no infinity: both are written as null.
+        """
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in row.items():
             if name != "step":
@@ -38,6 +56,12 @@ class MetricsLog:
     def close(self) -> None:
         self._file.close()
         self._board.close()
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl; a last line that a killed run did not finish is left out."""
+    lines = Path(path).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: dict[str, str], title: str) -> None:

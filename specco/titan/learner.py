@@ -33,6 +33,7 @@ from specco.drafts.export import iterate_weights
 from specco.drafts.load import load_weights
 from specco.metrics import all_reduce_pairs, compute_means, make_pair, sum_acceptance_length_estimates, sum_rows_by_slot
 from specco.packing import PackedTokens
+from specco.titan.checkpoint import load_checkpoint
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
 from specco.titan.parallelize import check_parallelism
@@ -245,6 +246,28 @@ class Learner(Configurable):
             groups["draft"] = [p for name, p in named if name.startswith("draft.")]
         return groups
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the learner: weights, optimizer, schedules, counts of skipped updates."""
+        return {
+            "model": self.policy.state_dict(),
+            "optimizer": self.optimizers.state_dict(),
+            "lr_scheduler": self.lr_schedulers.state_dict(),
+            "num_skipped": dict(self.num_skipped),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what ``state_dict`` returned, in any layout of the same model."""
+        self.policy.load_state_dict(state_dict["model"])
+        self.optimizers.load_state_dict(state_dict["optimizer"])
+        self.lr_schedulers.load_state_dict(state_dict["lr_scheduler"])
+        self.num_skipped = dict(state_dict["num_skipped"])
+
+    def load_checkpoint_weights(self, path: str) -> None:
+        """Take policy and draft, and nothing else, from a checkpoint of a learner. Collective: every rank must call."""
+        state = {"learner": {"model": self.policy.state_dict()}}
+        load_checkpoint(path, state)
+        self.policy.load_state_dict(state["learner"]["model"])
+
     def _get_learning_rates(self) -> dict[str, float]:
         """Return the rates of the coming update by parameter group."""
         rates = [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
@@ -252,8 +275,10 @@ class Learner(Configurable):
         return {f"lr/{name}": float(rate) for name, rate in zip(names, rates, strict=True)}
 
     def _reduce(self, results: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+        """Return the means over all microbatches and ranks; a figure of which nothing was counted is left out."""
         pairs = {name: torch.stack([result[name] for result in results]).sum(0) for name in results[0]}
-        return compute_means(all_reduce_pairs(pairs, self.data_parallel_group))
+        pairs = all_reduce_pairs(pairs, self.data_parallel_group)
+        return compute_means({name: pair for name, pair in pairs.items() if pair[1] > 0})
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of the policy. Collective: every rank must drain it."""

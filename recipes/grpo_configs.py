@@ -1,0 +1,40 @@
+"""The configs of ``recipes.grpo``, by name: Python functions without arguments."""
+
+from __future__ import annotations
+
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
+
+from recipes.grpo import Grpo
+from specco.titan.learner import Learner, policy_and_draft_groups
+
+
+def tiny_eagle3() -> Grpo.Config:
+    """The demo: 60 steps of 16 prompts x 8 samples, policy and EAGLE-3 draft co-trained."""
+    adam = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+    return Grpo.Config(
+        name="tiny_eagle3",
+        learner=Learner.Config(
+            policy_path="runs/tiny_policy/policy",
+            draft_path="runs/tiny_eagle3_draft/draft",
+            optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(1.2e-4, 4e-3, **adam)),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=5, min_lr_factor=0.2),
+            training=TrainingConfig(mixed_precision_param="float32", disable_cuda_graphs=True),
+            parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+            debug=DebugConfig(seed=0),
+        ),
+    )
+
+
+def smoke() -> Grpo.Config:
+    """Four layers and three steps: what a test runs end to end."""
+    config = tiny_eagle3()
+    config.name = "smoke"
+    config.learner.policy_path = "runs/smoke_policy/policy"
+    config.learner.draft_path = "runs/smoke_eagle3_draft/draft"
+    config.steps, config.prompts_per_step, config.validate_every = 3, 4, 3
+    config.validation_prompts, config.validation_samples = 8, 2
+    return config
+
+
+CONFIGS = {"tiny_eagle3": tiny_eagle3, "smoke": smoke}

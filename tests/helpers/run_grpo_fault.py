@@ -1,0 +1,91 @@
+"""Run recipes.grpo with one fault built in; the arguments after it are the job's own.
+
+    torchrun --nproc-per-node N tests/helpers/run_grpo_fault.py KIND CALL RANK --config smoke ...
+
+At the ``CALL``-th call (from 1) of the place that ``KIND`` names, rank ``RANK`` is killed or fails.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from recipes import grpo
+from specco.rl.engine import RolloutEngine
+from specco.rl.grpo import GrpoLoss
+from specco.titan.learner import Learner
+
+
+def kill(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail_engine(*_: Any) -> None:
+    raise RuntimeError("the engine broke on purpose")
+
+
+def fill_disk(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def hang(*_: Any) -> None:
+    signal.pause()
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., None]]] = {
+    "kill_step": (Learner, "_update", kill),
+    "kill_save": (FileSystemWriter, "finish", kill),
+    "kill_refit": (RolloutEngine, "refit", kill),
+    "fail_engine": (RolloutEngine, "generate", fail_engine),
+    "fill_disk": (FileSystemWriter, "write_data", fill_disk),
+    "hang": (Learner, "_update", hang),
+}
+
+
+def install(kind: str, call: int, rank: int) -> None:
+    """Replace the method so that its ``call``-th call on ``rank`` meets the fault before it begins."""
+    if kind == "none":
+        return
+    if kind == "nan_loss":
+        install_nan_loss(call)
+        return
+    owner, name, fault = FAULTS[kind]
+    method = getattr(owner, name)
+    calls = 0
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and dist.get_rank() == rank:
+            fault()
+        return method(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def install_nan_loss(call: int) -> None:
+    method, calls = GrpoLoss.__call__, 0
+
+    def wrapped(self: GrpoLoss, logprobs: Any, values: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, sums = method(self, logprobs, values)
+        if calls == call:
+            loss, sums["policy_loss"] = loss * float("nan"), sums["policy_loss"] * float("nan")
+        return loss, sums
+
+    GrpoLoss.__call__ = wrapped
+
+
+if __name__ == "__main__":
+    kind, call, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    install(kind, call, rank)
+    sys.argv = ["recipes.grpo", *sys.argv[4:]]
+    grpo.main()
