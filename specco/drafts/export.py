@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def save_draft(draft: Draft, directory: str | Path, *, dtype: torch.dtype | None
     _replace_file(directory / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 
 
-def _replace_file(path: Path, write_fn: Any) -> None:
+def _replace_file(path: Path, write_fn: Callable[[Path], object]) -> None:
     partial = path.with_name(path.name + ".partial")
     write_fn(partial)
     os.replace(partial, path)
