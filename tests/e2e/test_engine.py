@@ -206,10 +206,11 @@ class TestRepeatability:
         other = engine.generate(prompts, SamplingConfig(n=4, max_tokens=24, seed=2))
         assert not set(map(tuple, list_tokens(other))) & set(map(tuple, list_tokens(first)))
 
-    def test_equal_prompts_get_different_noise(self, engine):
+    def test_equal_prompts_get_different_noise(self, engine, plain_engine):
         prompts = sample_stream(1, 8, seed=4).tolist() * 16
-        outputs = engine.generate(prompts, SamplingConfig(max_tokens=24))
-        assert len(set(map(tuple, list_tokens(outputs)))) == 16
+        for some_engine in (engine, plain_engine):
+            outputs = some_engine.generate(prompts, SamplingConfig(max_tokens=24))
+            assert len(set(map(tuple, list_tokens(outputs)))) == 16
 
     def test_caller_keeps_its_generator_and_threads(self, engine):
         torch.manual_seed(7)
