@@ -78,7 +78,7 @@ class PlainModel(nn.Module):
         cos, sin = make_rope(length + c.ttt_steps, c.head_dim, c.rope_theta)
         hidden, logits = F.linear(taps, w["fc/weight"]), []
         future = torch.ones(length, length, dtype=torch.bool).triu(1)
-        trunk_k = trunk_v = None
+        trunk: tuple[Tensor, Tensor] = (embeddings, embeddings)  # replaced by the first pass
         branch_k, branch_v = [], []
         for step in range(c.ttt_steps):
             tokens = F.pad(embeddings[:, step + 1 :], (0, 0, 0, step + 1))
@@ -96,13 +96,13 @@ class PlainModel(nn.Module):
             here = slice(step, step + length)
             q, k = rotate(q, cos[here], sin[here]), rotate(k, cos[here], sin[here])
             if step == 0:
-                trunk_k, trunk_v = k, v
+                trunk = (k, v)
                 out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             else:
                 branch_k.append(k)
                 branch_v.append(v)
                 repeat = q.shape[1] // k.shape[1]
-                keys, values = trunk_k.repeat_interleave(repeat, 1), trunk_v.repeat_interleave(repeat, 1)
+                keys, values = (x.repeat_interleave(repeat, 1) for x in trunk)
                 scores = (q @ keys.transpose(2, 3)).masked_fill(future, float("-inf"))
                 own = torch.stack([(q * b.repeat_interleave(repeat, 1)).sum(-1) for b in branch_k], dim=-1)
                 weights = torch.softmax(torch.cat([scores, own], dim=-1) * c.head_dim**-0.5, dim=-1)

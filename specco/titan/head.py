@@ -31,7 +31,8 @@ class PolicyLoss(Protocol):
     ``row_value_names`` are the entries of ``PackedTokens.row_values`` that it reads.
     """
 
-    row_value_names: tuple[str, ...]
+    @property
+    def row_value_names(self) -> tuple[str, ...]: ...
 
     def __call__(self, logprobs: Tensor, values: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (loss sum with gradient, detached sums by name, the same names for any rows); never means.

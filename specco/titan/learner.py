@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,12 +107,13 @@ class Learner(Configurable):
         self.parallel_dims.build_mesh()
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
-        self.policy = self._build_policy(config.model_spec.model)
+        model_config = cast(Qwen3Policy.Config, config.model_spec.model)
+        self.policy = self._build_policy(model_config)
         self.draft: Draft | None = self.policy.draft
         self._load_weights()
         self.reference: Qwen3Policy | None = None
         if config.reference_path:
-            self.reference = self._build_policy(replace(config.model_spec.model, draft=None, is_frozen=True))
+            self.reference = self._build_policy(replace(model_config, draft=None, is_frozen=True))
             load_policy(self.reference, config.reference_path)
         self.optimizers = config.optimizer.build(model_parts=[self.policy])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=config.training.steps)

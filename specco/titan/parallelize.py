@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 
 from specco.drafts.base import Draft
+from specco.titan.policy import Qwen3Policy
 
 
 def parallelize_policy(
-    model: nn.Module,
+    model: Qwen3Policy,
     *,
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     **kwargs: Any,
-) -> nn.Module:
+) -> Qwen3Policy:
     """Apply data parallelism to a policy that may carry a ``draft``; torchtitan's ``parallelize_fn`` of our flavours.
 
     The draft becomes one FSDP2 group, never part of a policy group or of the root's, and stays unsharded from its
@@ -38,16 +38,9 @@ def parallelize_policy(
         ValueError: a degree that is not supported yet, or another backend.
     """
     check_parallelism(parallelism)
-    draft = getattr(model, "draft", None)
-    if draft is not None:
-        shard_draft(draft, parallel_dims=parallel_dims, training=training)
-    model = parallelize_qwen3(
-        model,
-        parallel_dims=parallel_dims,
-        training=training,
-        parallelism=parallelism,
-        **kwargs,  # type: ignore[arg-type]
-    )
+    if model.draft is not None:
+        shard_draft(model.draft, parallel_dims=parallel_dims, training=training)
+    parallelize_qwen3(model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **kwargs)
     if dist.get_backend() == "gloo":
         # gloo has no PREMUL_SUM, which FSDP2 uses for a gradient factor that is not the world size
         for module in model.modules():
