@@ -37,9 +37,10 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment  # noqa: E402
 from recipes.metrics_log import MetricsLog, print_table  # noqa: E402
+from recipes.run_info import write_run_info  # noqa: E402
 from specco.drafts.export import save_draft  # noqa: E402
 from specco.drafts.load import read_eagle3_config  # noqa: E402
-from specco.metrics import all_reduce_pairs, compute_means, make_pair  # noqa: E402
+from specco.metrics import all_reduce_pairs, compute_means, compute_standard_error, make_pair, sum_rows  # noqa: E402
 from specco.rl.batch import RolloutBatch  # noqa: E402
 from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig, derive_seed  # noqa: E402
 from specco.rl.environment import collect_rollouts  # noqa: E402
@@ -121,6 +122,7 @@ class Grpo(Configurable):
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        fields = config.to_dict()
         self.folder = Path("runs") / config.name
         policy_path, draft_path = config.learner.policy_path, config.learner.draft_path
         if not policy_path:
@@ -164,6 +166,8 @@ class Grpo(Configurable):
             self._refit(version=self.step)
         last_step = self.step if checkpoints else None
         self.log = MetricsLog(self.folder, last_step) if self.rank == 0 else None
+        if self.rank == 0:
+            write_run_info(self.folder, fields, num_ranks=self.world_size, first_step=self.step)
         self.seconds: dict[str, float] = {}
 
     def _get_max_model_len(self) -> int:
@@ -248,9 +252,12 @@ class Grpo(Configurable):
         config = self.config
         first = (step - 1) * config.prompts_per_step
         group_ids = range(first + self.rank, first + config.prompts_per_step, self.world_size)
+        cpu_start = time.process_time()
         trajectories = self._sample(self.environment, group_ids, config.group_size, config.seed, step)
+        # the one figure that ranks add up instead of averaging
+        cpu_seconds = make_pair(time.process_time() - cpu_start, 1 / self.world_size)
         batch = RolloutBatch.from_trajectories(trajectories).gather()
-        pairs = all_reduce_pairs(self._get_engine_pairs(""))
+        pairs = all_reduce_pairs(self._get_engine_pairs("") | {"seconds/rollout_cpu": cpu_seconds})
         tokens = batch["response_mask"].sum()
         pairs |= summarize_rewards(batch["rewards"], batch["group_ids"])
         return batch, pairs | {"response_tokens": make_pair(tokens, len(batch))}
@@ -278,15 +285,20 @@ class Grpo(Configurable):
         """Measure accuracy, and the acceptance of the co-trained and of the start draft on the same policy."""
         with self._time("validation"):
             group_ids = range(self.rank, self.config.validation_prompts, self.world_size)
-            samples = self._sample(self.validation_environment, group_ids, self.config.validation_samples, 0, step)
-            accuracy = make_pair(sum(sample.reward for sample in samples), len(samples))
-            pairs = {"validation_accuracy": accuracy} | self._get_engine_pairs("validation_")
+            num_samples = self.config.validation_samples
+            samples = self._sample(self.validation_environment, group_ids, num_samples, 0, step)
+            # prompt by prompt: samples of one prompt are alike, so that only prompts count as independent
+            scores = torch.tensor([sample.reward for sample in samples]).reshape(len(group_ids), num_samples).mean(1)
+            pairs = {"validation_accuracy": sum_rows(scores), "validation_square": sum_rows(scores.square())}
+            pairs |= self._get_engine_pairs("validation_")
             if self.start_draft is not None:
                 self.engine.refit(version=step, draft=self.start_draft)
-                self._sample(self.validation_environment, group_ids, self.config.validation_samples, 0, step)
+                self._sample(self.validation_environment, group_ids, num_samples, 0, step)
                 pairs |= self._get_engine_pairs("validation_", "_start_draft")
                 self.engine.refit(version=step, draft=self.learner.draft_weights())
-            return compute_means(all_reduce_pairs(pairs))
+            pairs = all_reduce_pairs(pairs)
+            stderr = compute_standard_error(pairs["validation_accuracy"], pairs.pop("validation_square"))
+            return compute_means(pairs) | {"validation_accuracy_stderr": stderr}
 
     def export(self) -> None:
         """Write policy and draft, as transformers and vLLM load them, to the run's folder."""

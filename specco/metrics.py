@@ -7,6 +7,7 @@ comes last.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -36,6 +37,18 @@ def sum_rows_by_slot(values: Tensor, slot_ids: Tensor, num_slots: int) -> Tensor
 def compute_means(pairs: Mapping[str, Tensor]) -> dict[str, float]:
     """Return sum / count by name; NaN where the count is 0."""
     return {name: float(pair[0] / pair[1]) for name, pair in pairs.items()}
+
+
+def compute_standard_error(pair: Tensor, square_pair: Tensor) -> float:
+    """Return the standard error of a mean, from the pairs of independent values and of their squares.
+
+    NaN for fewer than two values.
+    """
+    (total, count), square_total = pair.tolist(), float(square_pair[0])
+    if count < 2:
+        return float("nan")
+    variance = max(square_total - total * total / count, 0.0) / (count - 1)
+    return math.sqrt(variance / count)
 
 
 def all_reduce_pairs(pairs: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from specco.metrics import (
     build_acceptance_pairs,
     compute_acceptance_length,
     compute_means,
+    compute_standard_error,
     make_pair,
     sum_acceptance_length_estimates,
     sum_mismatch_kl,
@@ -44,6 +45,17 @@ class TestAcceptanceLength:
     def test_positions_that_do_not_add_up_are_refused(self):
         with pytest.raises(ValueError, match=r"num_accepted_tokens is 16.*add up to 15"):
             build_acceptance_pairs(10, 16, [8, 5, 2])
+
+
+class TestStandardError:
+    def test_is_that_of_the_mean(self):
+        values = torch.rand(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        stderr = compute_standard_error(sum_rows(values), sum_rows(values.square()))
+        assert stderr == pytest.approx(float(values.std() / math.sqrt(7)))
+
+    def test_needs_two_values(self):
+        assert math.isnan(compute_standard_error(make_pair(1.0, 1), make_pair(1.0, 1)))
+        assert compute_standard_error(make_pair(2.0, 2), make_pair(2.0, 2)) == 0.0
 
 
 class TestAcceptanceLengthEstimate:
