@@ -15,12 +15,14 @@ import logging
 import os
 import random
 import time
+import weakref
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from specco.metrics import build_acceptance_pairs, compute_acceptance_length
@@ -208,12 +210,24 @@ class RolloutEngine:
         num_positions = config.num_speculative_tokens if config.draft_path is not None else 0
         self._stats = EngineStats(num_accepted_tokens_per_pos=[0] * num_positions)
         self._num_requests = 0
+        self._owns_groups = not dist.is_initialized() or any(other._owns_groups for other in _open_engines)
         started = time.perf_counter()
         with _keep_process_state():
             engine = _build_vllm(config, self._stats)
         self._engine: LLMEngine | None = engine
         self._policy: Any = engine.collective_rpc("get_model")[0]
         self._draft: Any = None
+        _open_engines.add(self)
+        try:
+            self._take_models(engine)
+        except BaseException:
+            self.close()
+            raise
+        logger.info("rollout engine up in %.1f s", time.perf_counter() - started)
+
+    def _take_models(self, engine: LLMEngine) -> None:
+        """Find the draft and see to it that both models can be refitted apart."""
+        config = self.config
         if config.draft_path is not None:
             self._draft = engine.collective_rpc("get_draft_model")[0]
             if self._draft is None:
@@ -221,7 +235,6 @@ class RolloutEngine:
             refit.separate_draft(self._policy, self._draft, self._draft_shapes)
             refit.check_live_weights("draft", self._draft)
         refit.check_live_weights("policy", self._policy)
-        logger.info("rollout engine up in %.1f s", time.perf_counter() - started)
 
     @property
     def version(self) -> int:
@@ -332,11 +345,18 @@ class RolloutEngine:
         return self._stats.take()
 
     def close(self) -> None:
-        """Free the engine. Process groups stay as they are; closing twice is harmless."""
+        """Free the engine; closing twice is harmless.
+
+        A default process group that was there before the engine stays as it is. One that vLLM made for itself goes with
+        the last engine of this process.
+        """
         engine, self._engine = self._engine, None
         self._policy = self._draft = None
         if engine is not None:
             engine.engine_core.shutdown()
+            _open_engines.discard(self)
+            if self._owns_groups and not _open_engines:
+                vllm_mends.destroy_process_groups()
 
     def _require_open(self) -> LLMEngine:
         if self._engine is None:
@@ -363,6 +383,10 @@ class RolloutEngine:
         token_ids = list(output.token_ids)
         logprobs = [position[token].logprob for position, token in zip(output.logprobs, token_ids, strict=True)]
         return Completion(token_ids, logprobs, output.finish_reason, [self._version] * len(token_ids))
+
+
+# vLLM's process groups belong to the process, and so does this list of those who use them
+_open_engines: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
 
 
 def derive_seed(seed: int, index: int) -> int:

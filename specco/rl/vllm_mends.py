@@ -213,11 +213,20 @@ def keep_process_groups() -> None:
     vLLM ends an engine by destroying its subgroups *and the default process group*, which in this process is the
     learner's; the same code runs when a forgotten engine is garbage-collected. vLLM's groups are subgroups of the
     default one and share its life: they end with ``torch.distributed.destroy_process_group()``, and the next engine of
-    the process uses them again. Needed on every platform and only for in-process engines.
+    the process uses them again (``destroy_process_groups`` is for groups that no learner made). Needed on every
+    platform and only for in-process engines.
     """
     from vllm.v1.engine import core
 
     _replace(core, "cleanup_dist_env_and_memory", _collect_garbage)
+
+
+def destroy_process_groups() -> None:
+    """Destroy the default process group and vLLM's own groups in it: for a process where vLLM made them all."""
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def _collect_garbage(shutdown_ray: bool = False) -> None:

@@ -430,5 +430,6 @@ class TestRefusals:
         other.close()
         with pytest.raises(RuntimeError, match="closed"):
             other.generate([[1]], SamplingConfig(max_tokens=4))
-        # an engine beside it lives on
+        # an engine beside it lives on, and so do the groups that both use
+        assert torch.distributed.is_initialized()
         assert engine.generate([[1]], SamplingConfig(max_tokens=4))[0][0].token_ids

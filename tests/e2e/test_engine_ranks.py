@@ -34,6 +34,16 @@ def agree_on(value: object) -> list[object]:
     return values
 
 
+def test_groups_of_vllm_go_with_its_last_engine(tmp_path):
+    """Without a learner, vLLM makes a default group of one; it must not stay in the way of the next one."""
+    config = EngineConfig(policy_path=save_policy(train_policy(num_steps=0), tmp_path), max_model_len=64)
+    first, second = RolloutEngine(config), RolloutEngine(config)
+    first.close()
+    assert second.generate([[1, 2]], SamplingConfig(max_tokens=4))[0][0].token_ids
+    second.close()
+    assert not dist.is_initialized()
+
+
 class TestEngineRanks(GlooTestCase):
     world_size = 2
 
