@@ -9,14 +9,16 @@ Cases: ``eagle3-P``, P passes of TTT; ``dflash-A``, A sampled anchors with block
 document, ``packed`` is documents of 256 to 2,048 tokens. One process per rank, one thread each, gloo.
 
 Variants: ``ours-ring``, ``ours-gather``; ``allgather`` and ``usp-UxR`` (Ulysses x ring, see bench_baselines.py and
-bench_usp.py); at one rank ``ours-ring`` and ``single``. Every figure is the median over repeats, in which all variants
+bench_usp.py; with more Ulysses ranks than KV heads, which SpecForge refuses, KV heads are repeated); at one rank
+``ours-ring`` and ``single``. Every figure is the median over repeats, in which all variants
 take turns, the order turning by one each time:
 
 cpu_s       CPU seconds of the busiest rank, forward and backward (time.process_time: all threads of the process)
 wall_s      seconds of the slowest rank; means something only where each rank has a core of its own
 peak_mib    growth of the resident peak during one untimed step (VmHWM, reset through /proc/self/clear_refs, over VmRSS
             before it; malloc is told to map every block of 64 KiB or more, so that freed memory leaves VmRSS at once)
-saved_mib   what forward keeps for backward: storages seen by saved_tensors_hooks or held by the variant, each once
+saved_mib   what forward keeps for backward, its inputs too: storages that saved_tensors_hooks sees or our Trunk holds,
+            each once
 sent_mib    bytes sent by a rank, the largest over ranks; wait_s: seconds that rank stood waiting
 """
 
@@ -417,7 +419,9 @@ def main() -> None:
     for name, tokens, documents, cp, dtype in itertools.product(
         options.cases, options.tokens, options.documents, options.cp, options.dtype
     ):
-        family, size = name.rsplit("-", 1)
+        family, _, size = name.partition("-")
+        if family not in ("eagle3", "dflash") or not size.isdigit():
+            parser.error(f"case {name!r}; allowed are eagle3-PASSES and dflash-ANCHORS")
         cases.append(Case(family, int(size), tokens, documents, cp, tuple(options.heads), dtype))
     if options.pairs:
         report_pairs(options.cp)

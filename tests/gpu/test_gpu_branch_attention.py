@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from helpers.branch_cases import WORKLOADS, compare, run_op, run_oracle
 
-from specco.ops.branch_attention import Trunk
+from specco.ops.branch_attention import Trunk, branch_attention
+from specco.ops.exchange import fetch_rows
 from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
 from specco.testing.tolerances import OP_FLOAT64
@@ -53,15 +54,9 @@ def test_float64_equals_the_oracle(name):
     check(name, "naive", torch.float64, torch.float64, OP_FLOAT64)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "window"])
-def test_flex_float32_equals_the_oracle(name):
-    check(name, "flex", torch.float32, torch.float64, GPU_FLOAT32)
-
-
-@pytest.mark.parametrize("backend", ["flash", "flex"])
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_bfloat16_against_float32(name, backend):
-    check(name, backend, torch.bfloat16, torch.float32, GPU_BFLOAT16)
+def test_flash_bfloat16_against_float32(name):
+    check(name, "flash", torch.bfloat16, torch.float32, GPU_BFLOAT16)
 
 
 def test_auto_takes_flash():
@@ -119,6 +114,43 @@ def test_long_sequence():
     assert growth <= 2.1 * shorter
 
 
+# The tests of flex come last: each new dtype, head count or batch of one compiles for seconds.
+
+
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_registered_op_equals_trunk(name, backend):
+    """The single call computes its gradients inside a registered op."""
+    require_backend(backend, torch.bfloat16)
+    work = WORKLOADS[name]
+    inputs = work.draw_inputs(torch.bfloat16)
+    leaves = {key: x.to(CUDA).requires_grad_() for key, x in inputs.items()}
+    anchors = None if work.num_anchors is None else work.draw_anchors().to(CUDA)
+    out = branch_attention(
+        *(leaves[key] for key in ("q", "k", "v", "k_branch", "v_branch")),
+        anchors=anchors,
+        layout=PackedLayout.build(work.cu_seqlens),
+        backend=backend,
+        **work.options,
+    )
+    out.backward(leaves["dout"].detach())
+    expected = run_op(work, inputs, CUDA, backend)
+    found = {"out": out.detach()} | {f"d{key}": leaves[key].grad for key in ("q", "k", "v", "k_branch", "v_branch")}
+    for key, x in found.items():
+        error = (x.cpu().float() - expected[key].float()).abs().max() / expected[key].float().abs().max()
+        assert error <= GPU_BFLOAT16, f"{key}: {error}"
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "window"])
+def test_flex_float32_equals_the_oracle(name):
+    check(name, "flex", torch.float32, torch.float64, GPU_FLOAT32)
+
+
+@pytest.mark.parametrize("name", ["causal layer", "eagle3", "dflash", "window"])
+def test_flex_bfloat16_against_float32(name):
+    check(name, "flex", torch.bfloat16, torch.float32, GPU_BFLOAT16)
+
+
 def run_rank(rank: int, world_size: int, port: int, device_type: str, backend: str) -> None:
     """One rank of the group: every workload in both modes against the oracle, and no worse than one rank alone."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -138,7 +170,22 @@ def run_rank(rank: int, world_size: int, port: int, device_type: str, backend: s
                 assert error <= alone[key] + 4e-3, (
                     f"{name}, {mode}, {key}: {error} at {world_size} ranks, {alone[key]} at 1"
                 )
+    check_fetch_rows(rank, world_size, device)
     dist.destroy_process_group()
+
+
+def check_fetch_rows(rank: int, world_size: int, device: torch.device) -> None:
+    """Each rank takes other rows; the gradient of a row counts how often it was taken by all ranks."""
+    work = WORKLOADS["eagle3"]
+    layout = PackedLayout.build(work.cu_seqlens, world_size, rank)
+    x = torch.randn(layout.num_tokens, 16, generator=torch.Generator().manual_seed(5))
+    wanted = [torch.arange(r, layout.num_tokens, 7) for r in range(world_size)]
+    local = layout.shard(x).to(device).requires_grad_()
+    rows = fetch_rows(local, wanted[rank].to(device), layout, dist.group.WORLD)
+    assert torch.equal(rows.detach().cpu(), x[wanted[rank]])
+    rows.sum().backward()
+    counts = torch.bincount(torch.cat(wanted), minlength=layout.num_tokens).float()
+    assert torch.equal(local.grad.cpu(), layout.shard(counts)[:, None].expand(-1, 16))
 
 
 def find_free_port() -> int:
