@@ -23,6 +23,7 @@ class PackedTokens:
         cu_seqlens: int32 ``[n + 1]``, global offsets of the documents, on the CPU.
         sample_ids: int64 ``[n]``, an id that stays with a document through any packing.
         row_values: further ``[S]`` tensors that travel with the tokens, by name.
+        draw_key: (seed, step). What is drawn for a document in training depends on this and on its sample id alone.
 
     Raises:
         ValueError: lengths that do not add up.
@@ -33,6 +34,7 @@ class PackedTokens:
     cu_seqlens: Tensor
     sample_ids: Tensor
     row_values: dict[str, Tensor] = field(default_factory=dict)
+    draw_key: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         num_tokens = self.input_ids.numel()

@@ -5,9 +5,9 @@
                                                                   v teacher of the draft rows that point into the chunk
     draft hidden [R, D] --(sorted by teacher row)--> chunk --draft lm_head--> draft logits --> draft loss
 
-Gradients of a chunk's logits are taken at once and folded into the gradients of the hidden rows and of the two head
-weights, so that no ``[rows, vocabulary]`` tensor outlives its chunk. The policy's chunks hold the policy's rows alone:
-their boundaries and their arithmetic do not know whether there is a draft.
+Gradients of a chunk are taken at once and folded into the gradients of the hidden rows, of the policy's head weight and
+of what the draft computes its loss with, so that no ``[rows, vocabulary]`` tensor outlives its chunk. The policy's
+chunks hold the policy's rows alone: their boundaries and their arithmetic do not know whether there is a draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch import Tensor
 from torchtitan.models.common.linear import Linear
 
 from specco.drafts.base import Draft, DraftRows
-from specco.losses import compute_draft_loss
 from specco.packing import PackedTokens
 
 
@@ -140,13 +139,13 @@ class _ChunkLoop:
             assert bool(is_target.all()), "a draft row has a teacher row that is no target row of the policy"
 
     def __call__(
-        self, hidden: Tensor, weight: Tensor, draft_hidden: Tensor | None, draft_weight: Tensor | None
+        self, hidden: Tensor, weight: Tensor, draft_hidden: Tensor | None, *draft_parameters: Tensor
     ) -> tuple[Tensor, list[Tensor | None]]:
         is_policy_trained = self.plan.policy_loss_fn is not None
         grad_hidden = torch.zeros_like(hidden) if is_policy_trained else None
         grad_weight = _zeros_for_sum(weight) if is_policy_trained else None
         grad_draft_hidden = None if draft_hidden is None else torch.zeros_like(draft_hidden)
-        grad_draft_weight = None if draft_weight is None else _zeros_for_sum(draft_weight)
+        grad_parameters = [_zeros_for_sum(parameter) for parameter in draft_parameters]
         loss = hidden.new_zeros((), dtype=_accumulator_dtype(hidden.dtype))
         logprobs = []
         # at least one chunk, if an empty one: every rank reports the same sums
@@ -162,11 +161,11 @@ class _ChunkLoop:
                 grad_hidden[rows] = grad_logits @ weight
                 grad_weight += grad_logits.t() @ hidden[rows]
             if draft_hidden is not None:
-                head = weight if draft_weight is None else draft_weight
-                loss += self._run_draft(logits, start, draft_hidden, head, grad_draft_hidden, grad_draft_weight)
+                assert grad_draft_hidden is not None
+                loss += self._run_draft(logits, start, draft_hidden, weight, grad_draft_hidden, grad_parameters)
         self.stats.logprobs = torch.cat(logprobs)
-        grads = [grad_hidden, grad_weight, grad_draft_hidden, grad_draft_weight]
-        inputs = [hidden, weight, draft_hidden, draft_weight]
+        grads = [grad_hidden, grad_weight, grad_draft_hidden, *grad_parameters]
+        inputs = [hidden, weight, draft_hidden, *draft_parameters]
         return loss, [None if g is None or x is None else g.to(x.dtype) for g, x in zip(grads, inputs, strict=True)]
 
     def _compute_policy(self, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -192,35 +191,27 @@ class _ChunkLoop:
         logits: Tensor,
         start: int,
         draft_hidden: Tensor,
-        head: Tensor,
-        grad_hidden: Tensor | None,
-        grad_head: Tensor | None,
+        policy_head: Tensor,
+        grad_hidden: Tensor,
+        grad_parameters: list[Tensor],
     ) -> Tensor:
         """Add the draft rows whose teacher lies in this chunk, ``chunk_rows`` at a time; return the loss."""
-        assert self.rows is not None and self.draft is not None and grad_hidden is not None
+        assert self.rows is not None and self.draft is not None
+        parameters = self.draft.get_head_parameters()
         bounds = torch.tensor([start, start + logits.shape[0]], device=self.teacher_index.device)
         first, last = torch.searchsorted(self.teacher_index, bounds).tolist()
         total = logits.new_zeros((), dtype=_accumulator_dtype(logits.dtype))
         for begin in range(first, last, self.plan.chunk_rows):
             picked = self.order[begin : min(begin + self.plan.chunk_rows, last)]
             teacher = logits[self.teacher_index[begin : begin + picked.numel()] - start]
-            rows = draft_hidden[picked]
             with torch.enable_grad():
-                leaf = (rows @ head.t()).detach().requires_grad_()
-                loss_sums, row_stats = compute_draft_loss(
-                    leaf,
-                    teacher,
-                    labels=self.rows.labels[picked],
-                    weights=self.rows.weights[picked],
-                    slot_ids=self.rows.slot_ids[picked],
-                    num_slots=self.draft.num_slots,
-                )
+                leaf = draft_hidden[picked].requires_grad_()
+                loss_sums, row_stats = self.draft.compute_loss(self.rows.pick(picked, leaf), teacher, policy_head)
                 loss = loss_sums.sum() * self.plan.draft_scale
-                (grad,) = torch.autograd.grad(loss, leaf)
-            grad = grad.to(head.dtype)
-            grad_hidden[picked] = grad @ head
-            if grad_head is not None:
-                grad_head += grad.t() @ rows
+                grad, *grads = torch.autograd.grad(loss, [leaf, *parameters])
+            grad_hidden[picked] = grad
+            for total_grad, chunk_grad in zip(grad_parameters, grads, strict=True):
+                total_grad += chunk_grad
             self._add_draft_stats(loss_sums.detach(), row_stats, picked, draft_hidden.shape[0])
             total += loss.detach()
         return total
@@ -250,7 +241,7 @@ def compute_head_loss(
         lm_head: the policy's head; called once, so that FSDP gathers its weight once and reduces its gradient once.
         hidden: ``[1, T, D]``, the policy's final normalised hidden rows.
         plan: what to compute.
-        draft: the draft whose rows are given; its own ``lm_head`` weight must be unsharded now.
+        draft: the draft whose rows are given; its own parameters must be unsharded now.
         rows: the draft's rows, or None: the policy alone.
 
     Returns:
@@ -258,10 +249,10 @@ def compute_head_loss(
     """
     loop = _ChunkLoop(plan, draft, rows)
     draft_hidden = None if rows is None else rows.hidden
-    draft_weight = None if draft is None or rows is None or draft.lm_head is None else draft.lm_head.weight
+    draft_parameters = [] if draft is None or rows is None else draft.get_head_parameters()
 
     def run(flat: Tensor, weight: Tensor) -> Tensor:
-        return _LossWithGradients.apply(loop, flat, weight, draft_hidden, draft_weight)
+        return _LossWithGradients.apply(loop, flat, weight, draft_hidden, *draft_parameters)
 
     loss = lm_head(hidden.flatten(0, 1), head_fn=run)
     if rows is not None and draft is not None and loop.stats.draft_sums is None:

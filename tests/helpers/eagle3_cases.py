@@ -12,7 +12,6 @@ from torch import Tensor
 from specco.drafts.base import DraftRows
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.model import Eagle3Draft
-from specco.losses import compute_draft_loss
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens, pack_documents
 
@@ -101,16 +100,8 @@ def compute_loss_sums(draft: Eagle3Draft, documents: Sequence[Document]) -> Tens
 
 def sum_losses(draft: Eagle3Draft, documents: Sequence[Document], rows: DraftRows) -> Tensor:
     """Return the loss sums ``[num_slots]`` of some of a microbatch's rows."""
-    logits = draft.lm_head(rows.hidden)
-    teacher = torch.cat([d.policy_logits for d in documents]).to(logits.dtype)[rows.teacher_rows]
-    loss_sums, _ = compute_draft_loss(
-        logits,
-        teacher,
-        labels=rows.labels,
-        weights=rows.weights,
-        slot_ids=rows.slot_ids,
-        num_slots=draft.num_slots,
-    )
+    teacher = torch.cat([d.policy_logits for d in documents]).to(rows.hidden.dtype)[rows.teacher_rows]
+    loss_sums, _ = draft.compute_loss(rows, teacher, policy_head=torch.full_like(draft.lm_head.weight, torch.nan))
     return loss_sums
 
 

@@ -11,7 +11,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.model import Eagle3Draft
-from specco.losses import compute_draft_loss
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens, pack_documents
 
@@ -102,14 +101,7 @@ def train_draft(draft: Eagle3Draft, policy: Qwen3ForCausalLM, num_steps: int) ->
         (tokens,) = pack_documents(documents, masks, max_tokens=16 * 25)
         taps, embeddings, logits = tap_policy(policy, tokens)
         rows = draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens))
-        loss_sums, _ = compute_draft_loss(
-            draft.lm_head(rows.hidden),
-            logits[rows.teacher_rows],
-            labels=rows.labels,
-            weights=rows.weights,
-            slot_ids=rows.slot_ids,
-            num_slots=draft.num_slots,
-        )
+        loss_sums, _ = draft.compute_loss(rows, logits[rows.teacher_rows], policy.lm_head.weight.detach())
         (loss_sums.sum() / rows.weights.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specco.losses import compute_draft_loss
+from specco.losses import LossTerms, compute_draft_loss
 
 
 def make_rows(num_rows: int, vocab_size: int = 13, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | int]:
@@ -21,9 +21,10 @@ def make_rows(num_rows: int, vocab_size: int = 13, dtype: torch.dtype = torch.fl
     }
 
 
-def compute(rows: dict) -> tuple[Tensor, dict[str, Tensor]]:
+def compute(rows: dict, **terms: float) -> tuple[Tensor, dict[str, Tensor]]:
     rest = {name: rows[name] for name in ("labels", "weights", "slot_ids", "num_slots")}
-    return compute_draft_loss(rows["draft_logits"], rows["teacher_logits"], **rest)
+    terms = LossTerms(**(terms or {"soft_cross_entropy": 1.0}))
+    return compute_draft_loss(rows["draft_logits"], rows["teacher_logits"], terms=terms, **rest)
 
 
 class TestValues:

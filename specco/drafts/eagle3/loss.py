@@ -66,6 +66,7 @@ def build_pass_rows(
         hidden=hidden,
         teacher_rows=anchors + ttt_pass,
         labels=tokens.input_ids[anchors + ttt_pass + 1],
+        previous_ids=tokens.input_ids[anchors + ttt_pass],
         slot_ids=torch.full_like(anchors, ttt_pass - 1),
         branch_ids=anchors,
         weights=hidden.new_full(anchors.shape, weight, dtype=torch.promote_types(hidden.dtype, torch.float32)),

@@ -27,12 +27,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specco.drafts.base import Draft, DraftRows, concat_rows, fill_normal
+from specco.drafts.base import Draft, DraftRows, concat_rows
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.loss import build_pass_rows, find_anchors, find_trained_anchors, sum_pass_weights
+from specco.drafts.layers import SwigluMLP, apply_rope
 from specco.ops.branch_attention import Trunk
 from specco.ops.exchange import fetch_rows
 from specco.ops.layout import PackedLayout
@@ -72,17 +72,6 @@ class TttAttention:
         return out.squeeze(1)
 
 
-def apply_rope(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate ``x`` ``[T, heads, H]`` to ``positions`` int64 ``[T]``; pairs are (j, j + H/2), as in Llama."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    half = x.shape[-1] // 2
-    exponents = torch.arange(half, device=x.device, dtype=dtype) / half
-    angles = (positions.to(dtype)[:, None] * theta**-exponents)[:, None, :]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.to(dtype).split(half, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-
-
 class Eagle3Attention(nn.Module):
     """Projections of the one layer; their widths give the number of heads, so they may be sharded by heads."""
 
@@ -106,19 +95,6 @@ class Eagle3Attention(nn.Module):
         return self.o_proj(attend_fn(q, k, v).flatten(-2))
 
 
-class Eagle3MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Eagle3DecoderLayer(nn.Module):
     """The one layer: attention over (embedding, hidden), then the MLP, with residuals of the hidden alone."""
 
@@ -129,7 +105,7 @@ class Eagle3DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Eagle3Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = Eagle3MLP(config)
+        self.mlp = SwigluMLP(config.hidden_size, config.intermediate_size)
 
     def forward(
         self, embeddings: Tensor, hidden: Tensor, positions: Tensor, query_rows: Tensor | None, attend_fn: AttendFn
@@ -152,11 +128,11 @@ class Eagle3Draft(Draft):
     the policy's.
     """
 
+    config: Eagle3Config
+    lm_head: nn.Linear
+
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
-        self.config = config
-        self.target_layer_ids = tuple(config.target_layer_ids)
-        self.num_slots = config.ttt_steps
+        super().__init__(config, num_slots=config.ttt_steps)
         num_taps, eps = len(config.target_layer_ids), config.rms_norm_eps
         self.input_norm = nn.RMSNorm(num_taps * config.hidden_size, eps=eps) if config.norm_before_fc else None
         self.fc_norm = (
@@ -166,19 +142,6 @@ class Eagle3Draft(Draft):
         self.midlayer = Eagle3DecoderLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw the matrices from N(0, 1 / fan_in) and set the norms to one.
-
-        Each rank draws whole matrices and keeps its shard: ranks whose default generators agree get the values of one
-        rank.
-        """
-        for parameter in self.parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                fill_normal(parameter, std=parameter.shape[1] ** -0.5)
 
     def sum_loss_weights(self, tokens: PackedTokens) -> Tensor:
         return sum_pass_weights(tokens, self.config.ttt_steps, self.config.loss_decay)
@@ -190,13 +153,10 @@ class Eagle3Draft(Draft):
         tokens: PackedTokens,
         layout: PackedLayout,
         group: dist.ProcessGroup | None = None,
+        mask_embedding: Tensor | None = None,
     ) -> DraftRows:
-        """Run the passes; see ``Draft.forward``.
-
-        Raises:
-            ValueError: a layout of other tokens, or a document longer than ``max_position_embeddings``.
-        """
-        self._check_inputs(tokens, layout)
+        """Run the passes; see ``Draft.forward``."""
+        self.check_inputs(tokens, layout)
         rows = layout.on_device("global_rows", taps.device)
         positions = layout.on_device("position_ids", taps.device)
         # nothing is predicted from the other rows (most of a prompt): they bring keys of the trunk and nothing else
@@ -218,19 +178,6 @@ class Eagle3Draft(Draft):
                 outputs = self.norm(hidden.index_select(0, picked))
             passes.append(build_pass_rows(outputs, rows[picked], tokens, ttt_pass, self.config.loss_decay))
         return concat_rows(passes)
-
-    def _check_inputs(self, tokens: PackedTokens, layout: PackedLayout) -> None:
-        if not torch.equal(layout.cu_seqlens, tokens.cu_seqlens):
-            raise ValueError(
-                f"layout has cu_seqlens {layout.cu_seqlens.tolist()}, but tokens {tokens.cu_seqlens.tolist()}; "
-                "the two must be equal"
-            )
-        longest = int(torch.diff(tokens.cu_seqlens).max())
-        if longest > self.config.max_position_embeddings:
-            raise ValueError(
-                f"a document has {longest} tokens; the draft allows max_position_embeddings="
-                f"{self.config.max_position_embeddings}"
-            )
 
     def _fuse_taps(self, taps: Tensor) -> Tensor:
         if self.input_norm is not None:

@@ -21,8 +21,8 @@ from helpers.eagle3_reference import Eagle3Reference
 from torch import Tensor
 
 from specco.drafts.eagle3.loss import sum_pass_weights
-from specco.drafts.eagle3.model import apply_rope
 from specco.drafts.export import build_eagle3_config
+from specco.drafts.layers import apply_rope
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from specco.drafts.base import DraftRows
+from specco.drafts.base import Draft, DraftConfig, DraftRows
 from specco.packing import PackedTokens, pack_documents
 from specco.titan.head import HeadLinear, HeadPlan, compute_head_loss
 
@@ -22,11 +22,18 @@ class WeightedLoss:
         return loss, {"logprob": logprobs.detach().sum()}
 
 
-class FakeDraft(nn.Module):
-    num_slots = NUM_SLOTS
-
+class FakeDraft(Draft):
     def __init__(self) -> None:
-        super().__init__()
+        config = DraftConfig(
+            hidden_size=WIDTH,
+            intermediate_size=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=2,
+            vocab_size=VOCAB,
+            target_layer_ids=(0,),
+        )
+        super().__init__(config, num_slots=NUM_SLOTS)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
 
 
@@ -49,6 +56,7 @@ def make_rows(tokens: PackedTokens) -> DraftRows:
         hidden=torch.randn(num_rows, WIDTH, dtype=torch.float64, requires_grad=True),
         teacher_rows=teacher,
         labels=torch.randint(VOCAB, (num_rows,)),
+        previous_ids=torch.randint(VOCAB, (num_rows,)),
         slot_ids=torch.randint(NUM_SLOTS, (num_rows,)),
         branch_ids=teacher,
         weights=torch.rand(num_rows, dtype=torch.float64),
