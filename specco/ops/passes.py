@@ -13,6 +13,7 @@ from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
 from specco.ops.plan import QueryRows, StepPlan, plan_anchored, plan_every_row
 from specco.ops.ring import Contributions, GatheredShards, RingShards
+from specco.ops.rows import as_dense
 
 _NUM_KEPT_PASSES = 8
 
@@ -88,6 +89,10 @@ class QueryPass:
             return rows.view(shape)
         out = rows.new_full(shape, fill)
         return out.index_copy_(0, self.order.to(rows.device), rows.view(-1, *shape[1:]))
+
+    def is_final(self, plan: StepPlan) -> bool:
+        """Return whether a plan writes each row once and no other step follows: then no accumulator is needed."""
+        return self.layout.cp_size == 1 and plan.covers_all
 
     def clear_padding(self, tensors: list[Tensor], fill: float) -> None:
         """Set the padding rows of tensors ``[B, ...]`` of an every-row pass, in place: nothing of them gets out."""
@@ -190,16 +195,18 @@ def forward_pass(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
+    q = as_dense(q)
     rows = query_pass.to_rows(q)
     dtype = accumulator_dtype(q.dtype)
     partial: list[Tensor] = []
 
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> None:
         plan = query_pass.plan(source, bases)
-        is_whole = query_pass.layout.cp_size == 1 and plan.covers_all and len(plan.calls) == 1
+        is_final = query_pass.is_final(plan)
+        is_whole = is_final and len(plan.calls) == 1
         if not partial and not is_whole:
-            is_single = query_pass.layout.cp_size == 1 and plan.covers_all
-            partial.append(torch.zeros_like(rows, dtype=q.dtype if is_single else dtype))
+            new_like = torch.empty_like if plan.covers_all else torch.zeros_like
+            partial.append(new_like(rows, dtype=q.dtype if is_final else dtype))
             partial.append(torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=q.device))
         for call in plan.calls:
             part_out, part_lse = query_pass.backend.forward(
@@ -237,17 +244,19 @@ def backward_pass(
     """
     # exp(s - inf) = 0: rows without a key give no gradient, whatever their dout holds.
     is_empty = lse == -torch.inf
-    lse = lse.masked_fill(is_empty, torch.inf)
-    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if bool(is_empty.any()) else dout
+    has_empty = bool(is_empty.any())
+    lse = lse.masked_fill(is_empty, torch.inf) if has_empty else lse
+    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if has_empty else dout.contiguous()
+    q = as_dense(q)
     q_rows, dout_rows, out_rows, lse_rows = (query_pass.to_rows(x) for x in (q, dout, out, lse))
     dq: list[Tensor] = []
 
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Contributions:
         plan = query_pass.plan(source, bases)
-        is_whole = query_pass.layout.cp_size == 1 and plan.covers_all and len(plan.calls) == 1
+        is_final = query_pass.is_final(plan)
+        is_whole = is_final and len(plan.calls) == 1
         if not dq and not is_whole:
-            is_single = query_pass.layout.cp_size == 1 and plan.covers_all
-            dq.append(torch.zeros_like(q_rows, dtype=q.dtype if is_single else accumulator_dtype(q.dtype)))
+            dq.append(torch.zeros_like(q_rows, dtype=q.dtype if is_final else accumulator_dtype(q.dtype)))
         contributions: Contributions = []
         for call in plan.calls:
             part_dq, part_dk, part_dv = query_pass.backend.backward(

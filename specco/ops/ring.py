@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
-from specco.ops.rows import RowSet
+from specco.ops.rows import RowSet, as_dense
 
 Contributions = list[tuple[RowSet, Tensor, Tensor]]
 """Rows of a shard with the gradients of their keys and values, ``[b, n, K, H]`` each."""
@@ -114,7 +114,7 @@ class RingShards:
     def __init__(
         self, k: Tensor, v: Tensor, layout: PackedLayout, group: dist.ProcessGroup | None, counters: TrafficCounters
     ) -> None:
-        self.k, self.v, self.layout, self.group, self.counters = k, v, layout, group, counters
+        self.k, self.v, self.layout, self.group, self.counters = as_dense(k), as_dense(v), layout, group, counters
         self._bases = layout.local_cu_seqlens[:-1]
 
     def _neighbours(self) -> tuple[int, int]:
@@ -250,7 +250,7 @@ class GatheredShards:
         counters: TrafficCounters,
         window: int | None,
     ) -> None:
-        self.k, self.v, self.layout, self.counters, self.window = k, v, layout, counters, window
+        self.k, self.v, self.layout, self.counters, self.window = as_dense(k), as_dense(v), layout, counters, window
         self._comm = None if group is None else RingComm(group, counters)
         self._sources = [(layout.cp_rank - step) % layout.cp_size for step in range(1, layout.cp_size)]
         self._bases = {layout.cp_rank: layout.local_cu_seqlens[:-1]}

@@ -11,6 +11,11 @@ from specco.ops.merge import merge_partial
 _MERGE_ROWS = 512
 
 
+def as_dense(x: Tensor) -> Tensor:
+    """Return ``x`` with the stride 1 in its last dim that kernels need, copied only where it must be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class RowSet:
     """``b`` runs of rows, seen as ``[b, n, ...]``. Runs of unequal length are padded with repeats of their last row.
 

@@ -81,6 +81,21 @@ def test_rows_without_a_visible_key_are_empty():
     assert torch.equal(grads[0][[0, 3]], torch.zeros(2, 1, 2, 8))
 
 
+@pytest.mark.parametrize("mode", ["ring", "gather"])
+def test_any_strides_are_taken(mode: str):
+    """Slices of one projection, a transposed head dim, and the expanded gradient of a sum."""
+    layout = PackedLayout.build([0, 9, 14])
+    packed = torch.randn(14, 3, 2, 8, dtype=torch.float64).transpose(2, 3).contiguous().transpose(2, 3)
+    q, k, v = (packed[:, i].requires_grad_() for i in range(3))
+    out = Trunk(k, v, layout, None, mode).attend(q.unsqueeze(1), trunk_inclusive=True)
+    grads = torch.autograd.grad(out.sum(), [q, k, v])
+    dense = [x.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for x in (q, k, v)]
+    expected, _ = naive_branch_attention(dense[0].unsqueeze(1), *dense[1:], cu_seqlens=layout.cu_seqlens)
+    wanted = torch.autograd.grad(expected.sum(), dense)
+    for actual, exact in zip((out, *grads), (expected, *wanted), strict=True):
+        assert max_error(actual.detach(), exact.detach()) <= OP_FLOAT64
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 3, 0)])
 def test_empty_documents_are_allowed(lengths: tuple[int, ...]):
     layout = PackedLayout.build([0, *itertools.accumulate(lengths)])
