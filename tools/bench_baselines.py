@@ -263,8 +263,11 @@ class AllGather:
 
     def __init__(self, plan: AllGatherPlan, group, dtype: torch.dtype, anchors: Tensor | None = None, width: int = 1):
         self.plan, self.group, self.rows, self.traffic = plan, group, plan.rows, Traffic()
-        self.own_anchors = None if anchors is None else anchors[torch.isin(anchors, self.rows)]
-        self.pieces = plan.pieces() if anchors is None else plan.block_pieces(self.own_anchors, width, dtype)
+        if anchors is None:
+            self.pieces = plan.pieces()
+        else:
+            self.own_anchors = anchors[torch.isin(anchors, self.rows)]
+            self.pieces = plan.block_pieces(self.own_anchors, width, dtype)
 
     def run_passes(self, q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
         """q[d] [T, N, H], k[d] and v[d] [T, K, H] of each pass -> out[d] [T, N, H]. Collective."""

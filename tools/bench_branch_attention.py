@@ -136,10 +136,12 @@ class Ours:
         trunk = self.make_trunk(k[0], v[0])
         keys, values = ([x.unsqueeze(1) for x in tensors[1:]] for tensors in (k, v))
         calls = ((x.unsqueeze(1), keys[:d], values[:d]) for d, x in enumerate(q))
-        return [trunk.attend(*call, trunk_inclusive=True).squeeze(1) for call in calls]
+        outs = [trunk.attend(*call, trunk_inclusive=True, return_lse=True)[0] for call in calls]
+        return [out.squeeze(1) for out in outs]
 
     def run_blocks(self, q: Tensor, k: Tensor, v: Tensor, k_branch: Tensor, v_branch: Tensor) -> Tensor:
-        return self.make_trunk(k, v).attend(q, k_branch, v_branch, anchors=self.anchors, trunk_inclusive=False)
+        options = {"anchors": self.anchors, "trunk_inclusive": False, "return_lse": True}
+        return self.make_trunk(k, v).attend(q, k_branch, v_branch, **options)[0]
 
 
 def note_tensors(holder: object, note: Callable[[Tensor], object]) -> None:
@@ -180,7 +182,7 @@ def make_groups(cp: int) -> dict:
     """(Ulysses group, ring group) of this rank for every split; collective, same order on every rank."""
     rank, groups = dist.get_rank(), {}
     for ulysses in (u for u in (1, 2, 4) if cp % u == 0 and u <= cp):
-        pair = [None, None]
+        pair: list = [None, None]
         for low in range(0, cp, ulysses):
             members = list(range(low, low + ulysses))
             group = dist.new_group(members)
@@ -198,8 +200,8 @@ def take_shard(case: Case, variant, inputs: dict[str, list[Tensor]]) -> dict[str
     local = {}
     for key, tensors in inputs.items():
         rows = [variant.rows] * len(tensors)
-        if case.family == "dflash":
-            own = torch.searchsorted(case.draw_anchors(), variant.own_anchors)
+        if (anchors := case.draw_anchors()) is not None:
+            own = torch.searchsorted(anchors, variant.own_anchors)
             rows = [variant.rows, own] if key in "kv" else [own]
         local[key] = [x.detach()[r].requires_grad_(key != "grad") for x, r in zip(tensors, rows, strict=True)]
     return local
@@ -276,7 +278,7 @@ def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> l
         variant = build_variant(name, case, rank, groups)
         built[name] = variant, take_shard(case, variant, inputs)
     del inputs
-    rows = []
+    rows: list[dict] = []
     for variant, local in built.values():
         time_step(case, variant, local)
     for repeat in range(repeats):
@@ -284,7 +286,7 @@ def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> l
         for name in variants[turn:] + variants[:turn]:
             rows.append({"variant": name, "repeat": repeat, **time_step(case, *built[name])})
     memory = {name: measure_memory(case, *built[name]) for name in variants}
-    return [row | memory[row["variant"]] for row in rows]
+    return [row | memory[str(row["variant"])] for row in rows]
 
 
 def worker(rank: int, cp: int, store: str, cases: list[Case], options: argparse.Namespace, out: str) -> None:
@@ -337,10 +339,10 @@ def check_case(case: Case, variants: list[str], groups: dict) -> list[dict]:
         local = take_shard(case, variant, inputs)
         outs = run_forward(case, variant, local)
         torch.autograd.backward(outs, local["grad"])
-        pairs = list(zip(outs, take_shard(case, variant, {"q": expected_outs})["q"], expected_outs, strict=True))
+        pairs: list = list(zip(outs, take_shard(case, variant, {"q": expected_outs})["q"], expected_outs, strict=True))
         wanted = take_shard(case, variant, expected_grads)
         for key in "qkv":
-            pairs += zip([x.grad for x in local[key]], wanted[key], expected_grads[key], strict=True)
+            pairs += list(zip([x.grad for x in local[key]], wanted[key], expected_grads[key], strict=True))
         errors = [((x - y).abs().max() / whole.abs().max()).item() for x, y, whole in pairs if y.numel()]
         largest = torch.tensor(max(errors, default=0.0), dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
@@ -348,7 +350,7 @@ def check_case(case: Case, variants: list[str], groups: dict) -> list[dict]:
     return rows
 
 
-def run_oracle(case: Case, inputs: dict[str, list[Tensor]]) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def run_oracle(case: Case, inputs: dict[str, list[Tensor]]) -> tuple[list[Tensor], dict]:
     """Outputs and gradients of dense attention in float64."""
     leaves = {key: [x.to(torch.float64, copy=True).requires_grad_() for x in inputs[key]] for key in "qkv"}
     q, k, v = leaves["q"], leaves["k"], leaves["v"]
@@ -357,7 +359,7 @@ def run_oracle(case: Case, inputs: dict[str, list[Tensor]]) -> tuple[list[Tensor
         own = [(torch.stack(k[1:d], 1), torch.stack(v[1:d], 1)) for d in range(2, len(q) + 1)]
         branches = [(None, None), *own]
         calls = [(x.unsqueeze(1), *branch) for x, branch in zip(q, branches, strict=True)]
-        options = {"trunk_inclusive": True}
+        options: dict = {"trunk_inclusive": True}
     else:
         calls = [(q[0], k[1], v[1])]
         options = {"trunk_inclusive": False, "anchors": case.draw_anchors()}

@@ -132,8 +132,9 @@ class UspPlan:
             return None
         peers = range(self.ring_rank * self.ulysses, (self.ring_rank + 1) * self.ulysses)
         owners = [self.rows_of(rank, self.ulysses * self.ring) for rank in peers]
-        if of_blocks:
+        if of_blocks and self.anchors is not None:
             owners = [self.anchors[torch.isin(self.anchors, rows)] for rows in owners]
+        assert self.groups[0] is not None
         return Exchange(owners, self.groups[0], traffic)
 
     @cached_property
@@ -170,8 +171,8 @@ class RingComm:
         ranks = [r * plan.ulysses + plan.rank % plan.ulysses for r in range(plan.ring)]
         self.dst, self.src = (ranks[(plan.ring_rank + shift) % plan.ring] for shift in (1, -1))
 
-    def exchange(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        received = tuple(torch.empty_like(x) for x in tensors)
+    def exchange(self, tensors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        received = torch.empty_like(tensors[0]), torch.empty_like(tensors[1])
         operations = []
         for x, y in zip(tensors, received, strict=True):
             operations.append(dist.P2POp(dist.isend, x, self.dst, self.group))
@@ -241,23 +242,23 @@ class UspAttention(torch.autograd.Function):
 def ring_backward(grad_out, q, kv, out, lse, dq, plan: UspPlan, traffic: Traffic) -> tuple[Tensor, Tensor]:
     """Add the trunk's dQ to ``dq``; K, V and their fp32 gradients go round; return this rank's dK and dV."""
     comm, d_comm, arriving = RingComm(plan, traffic), RingComm(plan, traffic), None
-    d_kv = tuple(torch.zeros(x.shape, dtype=dq.dtype) for x in kv)
+    d_k, d_v = (torch.zeros(x.shape, dtype=dq.dtype) for x in kv)
     for step in range(plan.ring):
         last = step + 1 == plan.ring
         received = kv if last else comm.exchange(kv)
         pieces = plan.steps[step]
         if pieces:
-            d_kv = attend_backward(grad_out, q, *kv, out, lse, pieces, dq)
+            d_k, d_v = attend_backward(grad_out, q, kv[0], kv[1], out, lse, pieces, dq)
         if arriving is not None:
             d_comm.wait()
-            d_kv = tuple(x + y for x, y in zip(d_kv, arriving, strict=True)) if pieces else arriving
+            d_k, d_v = (d_k + arriving[0], d_v + arriving[1]) if pieces else arriving
         if not last:
             comm.wait()
         kv = received
         if plan.ring > 1:
-            arriving = d_comm.exchange(d_kv)
+            arriving = d_comm.exchange((d_k, d_v))
     if arriving is None:
-        return d_kv
+        return d_k, d_v
     d_comm.wait()
     return arriving
 
@@ -273,7 +274,8 @@ class Usp:
 
     def __init__(self, plan: UspPlan) -> None:
         self.plan, self.rows, self.traffic = plan, plan.rows, Traffic()
-        self.own_anchors = None if plan.anchors is None else plan.anchors[torch.isin(plan.anchors, self.rows)]
+        if plan.anchors is not None:
+            self.own_anchors = plan.anchors[torch.isin(plan.anchors, self.rows)]
         self.tokens, self.blocks = plan.exchange(self.traffic), plan.exchange(self.traffic, plan.anchors is not None)
 
     def split(self, x: Tensor, exchange: Exchange | None) -> Tensor:

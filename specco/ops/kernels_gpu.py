@@ -190,7 +190,8 @@ class FlexBackend:
             return torch.zeros_like(q), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         first, last = list_intervals(q, k, mask)
         with torch.no_grad():
-            out, lse = _attend(*(x.transpose(1, 2) for x in (q, k, v)), tile_mask(first, last, k.shape[1]), scale)
+            heads_first = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            out, lse = _attend(*heads_first, tile_mask(first, last, k.shape[1]), scale)
         is_empty = (last <= first).unsqueeze(-1)
         return out.transpose(1, 2), lse.transpose(1, 2).masked_fill(is_empty, float("-inf"))
 
@@ -203,9 +204,9 @@ class FlexBackend:
         # Inside a registered op torch records no graph, whatever the grad mode: its key is excluded there.
         with torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False), torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            heads_first = [x.transpose(1, 2) for x in leaves]
+            heads_first = leaves[0].transpose(1, 2), leaves[1].transpose(1, 2), leaves[2].transpose(1, 2)
             part_out, part_lse = _attend(*heads_first, tile_mask(first, last, k.shape[1]), scale)
-            joint = [x.detach().transpose(1, 2) for x in (dout, out, lse)]
+            joint = dout.transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
             d_out, d_lse = differentiate_merge(*joint, part_out.detach(), part_lse.detach())
             dq, dk, dv = torch.autograd.grad((part_out, part_lse), leaves, (d_out, d_lse))
         return dq, dk, dv
