@@ -39,7 +39,7 @@ from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment  # noqa:
 from recipes.metrics_log import MetricsLog, print_table  # noqa: E402
 from recipes.run_info import write_run_info  # noqa: E402
 from specco.drafts.export import save_draft  # noqa: E402
-from specco.drafts.load import read_eagle3_config  # noqa: E402
+from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.metrics import all_reduce_pairs, compute_means, compute_standard_error, make_pair, sum_rows  # noqa: E402
 from specco.rl.batch import RolloutBatch  # noqa: E402
 from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig, derive_seed  # noqa: E402
@@ -145,7 +145,7 @@ class Grpo(Configurable):
         config.learner.model_spec = make_model_spec(
             read_policy_config(policy_path),
             flavor=Path(policy_path).parent.name,
-            draft=read_eagle3_config(draft_path) if is_cotrained else None,
+            draft=read_draft_config(draft_path) if is_cotrained else None,
         )
         if not is_cotrained:
             config.learner.draft_path = ""

@@ -26,7 +26,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
 
 from recipes.carry import CarrySamples  # noqa: E402
-from specco.drafts.load import read_eagle3_config  # noqa: E402
+from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
@@ -56,7 +56,7 @@ def build_learner(policy_path: str, draft_path: str) -> Learner:
     """Build the learner as the demo does; learning rates of 0 keep the weights as they are."""
     return Learner.Config(
         model_spec=make_model_spec(
-            read_policy_config(policy_path), flavor="bench", draft=read_eagle3_config(draft_path)
+            read_policy_config(policy_path), flavor="bench", draft=read_draft_config(draft_path)
         ),
         policy_path=policy_path,
         draft_path=draft_path,

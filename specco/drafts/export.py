@@ -1,11 +1,13 @@
 """Write a draft as vLLM serves it: ``config.json`` and ``model.safetensors``, or pairs of name and tensor for a refit.
 
-The policy's embedding is not written: vLLM then shares its own. The draft's ``lm_head`` always is. If it equalled the
-policy's when an engine starts, vLLM would make one module of the two, and the next refit of the draft would overwrite
-the policy's head; a head that starts from random values, as ours do, cannot equal it.
+The policy's embedding is not written, nor its head for a draft that uses it: vLLM then shares its own. A draft's own
+``lm_head`` always is. If it equalled the policy's when an engine starts, vLLM would make one module of the two, and the
+next refit of the draft would overwrite the policy's head; a head that starts from random values, as ours do, cannot
+equal it.
 
-Source: vLLM 0.32, ``model_executor/models/llama_eagle3.py`` (names), ``config/speculative.py`` and the
-``eagle3_utils.py`` of both model runners (keys); what a runner would otherwise guess is always written.
+Source: vLLM 0.32, ``model_executor/models/{llama_eagle3,qwen3_dflash,qwen3_dspark}.py`` (names),
+``config/speculative.py`` and the ``eagle3_utils.py`` of both model runners (keys); what a runner would otherwise guess
+is always written.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from specco.drafts.base import Draft
+from specco.drafts.base import Draft, DraftConfig
+from specco.drafts.block import FULL_ATTENTION, BlockConfig
+from specco.drafts.dflash.config import DFlashConfig
+from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.eagle3.config import Eagle3Config
-from specco.drafts.eagle3.model import Eagle3Draft
 
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "model.safetensors"
@@ -46,21 +51,21 @@ def iterate_weights(draft: Draft, *, dtype: torch.dtype | None = None) -> Iterat
         yield name, weight if dtype is None else weight.to(dtype)
 
 
-def build_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the ``config.json`` of an EAGLE-3 draft, every key that vLLM would otherwise guess included.
+def build_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the ``config.json`` of a draft, every key that vLLM would otherwise guess included.
 
-    The training choices ``ttt_steps`` and ``loss_decay`` are written too; vLLM does not read them.
+    Training choices (``loss_terms`` and the like) are written too; vLLM does not read them.
+
+    Raises:
+        ValueError: a family that has no exported form.
     """
     # vLLM counts the input of a layer, which is the output of the one before
     layer_inputs = [layer + 1 for layer in config.target_layer_ids]
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+    keys = {
         "dtype": str(dtype).removeprefix("torch."),
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -70,11 +75,27 @@ def build_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, A
         "rope_theta": config.rope_theta,
         "max_position_embeddings": config.max_position_embeddings,
         "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
         "eagle_aux_hidden_state_layer_ids": layer_inputs,
-        "num_aux_hidden_states": len(layer_inputs),
         "target_hidden_size": config.hidden_size,
+        "loss_terms": asdict(config.loss_terms),
+    }
+    if isinstance(config, Eagle3Config):
+        return keys | _build_eagle3_keys(config, layer_inputs)
+    if isinstance(config, DFlashConfig):
+        return keys | _build_block_keys(config) | _build_dflash_keys(config)
+    if isinstance(config, DSparkConfig):
+        return keys | _build_block_keys(config) | _build_dspark_keys(config)
+    raise ValueError(f"cannot export a draft of {type(config).__name__}")
+
+
+def _build_eagle3_keys(config: Eagle3Config, layer_inputs: list[int]) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "mlp_bias": False,
+        "num_aux_hidden_states": len(layer_inputs),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
@@ -86,6 +107,44 @@ def build_eagle3_config(config: Eagle3Config, dtype: torch.dtype) -> dict[str, A
         },
         "ttt_steps": config.ttt_steps,
         "loss_decay": config.loss_decay,
+    }
+
+
+def _build_block_keys(config: BlockConfig) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3",
+        "num_hidden_layers": config.num_hidden_layers,
+        "block_size": config.block_size,
+        "layer_types": list(config.layer_types) or [FULL_ATTENTION] * config.num_hidden_layers,
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.sliding_window is not None,
+        "num_anchors": config.num_anchors,
+        "loss_decay_gamma": config.loss_decay_gamma,
+    }
+
+
+def _build_dflash_keys(config: DFlashConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def _build_dspark_keys(config: DSparkConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "target_layer_ids": list(config.target_layer_ids),
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": True,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": config.confidence_weight > 0,
+        "confidence_head_with_markov": config.confidence_head_with_markov,
+        "confidence_weight": config.confidence_weight,
     }
 
 
@@ -101,10 +160,8 @@ def save_draft(draft: Draft, directory: str | Path, *, dtype: torch.dtype | None
         dtype: of the file; None keeps the parameters'.
 
     Raises:
-        ValueError: a family that has no exported form.
+        ValueError: see ``build_config``.
     """
-    if not isinstance(draft, Eagle3Draft):
-        raise ValueError(f"cannot export a {type(draft).__name__}; allowed are {[Eagle3Draft.__name__]}")
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
     weights = {}
     for name, weight in iterate_weights(draft, dtype=dtype):
@@ -114,7 +171,7 @@ def save_draft(draft: Draft, directory: str | Path, *, dtype: torch.dtype | None
         return
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = build_eagle3_config(draft.config, weights["fc.weight"].dtype)
+    config = build_config(draft.config, weights["fc.weight"].dtype)
     _replace_file(directory / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata={"format": "pt"}))
     _replace_file(directory / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
 

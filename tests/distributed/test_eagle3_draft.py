@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from helpers.eagle3_cases import (
+from helpers.draft_cases import (
     Document,
     compute_gradients,
     compute_loss_sums,

@@ -27,7 +27,7 @@ from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
-from specco.drafts.load import read_eagle3_config  # noqa: E402
+from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import PackedTokens, pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
@@ -92,7 +92,7 @@ def build_learner(policy_path: str, draft_path: str, has_draft: bool, **changes:
         model_spec=make_model_spec(
             read_policy_config(policy_path),
             flavor="test",
-            draft=read_eagle3_config(draft_path) if has_draft else None,
+            draft=read_draft_config(draft_path) if has_draft else None,
         ),
         policy_path=policy_path,
         draft_path=draft_path if has_draft else "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.eagle3_cases import make_config, make_document, pack, run_draft
+from helpers.draft_cases import make_config, make_document, pack, run_draft
 
 from specco.drafts.eagle3.model import Eagle3Draft
 from specco.ops.layout import PackedLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.eagle3_cases import (
+from helpers.draft_cases import (
     HIDDEN_SIZE,
     Document,
     compute_gradients,
@@ -21,7 +21,7 @@ from helpers.eagle3_reference import Eagle3Reference
 from torch import Tensor
 
 from specco.drafts.eagle3.loss import sum_pass_weights
-from specco.drafts.export import build_eagle3_config
+from specco.drafts.export import build_config
 from specco.drafts.layers import apply_rope
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
@@ -167,7 +167,7 @@ class TestRollOut:
         rows = run_draft(draft, documents)
         logits = draft.lm_head(rows.hidden).detach()
         weights = {name: p.detach() for name, p in draft.named_parameters()}
-        reference = Eagle3Reference(build_eagle3_config(draft.config, torch.float64), weights, make_embedding_table())
+        reference = Eagle3Reference(build_config(draft.config, torch.float64), weights, make_embedding_table())
         starts = pack(documents).cu_seqlens.tolist()
         checked = 0
         for start, document in zip(starts, documents, strict=False):

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from helpers.eagle3_cases import VOCAB_SIZE, make_config, make_document, make_draft, make_embedding_table, run_draft
+from helpers.draft_cases import VOCAB_SIZE, make_config, make_document, make_draft, make_embedding_table, run_draft
 from safetensors.torch import load_file, save_file
 
 from specco.drafts.export import iterate_weights, save_draft
-from specco.drafts.load import load_draft, load_weights, read_eagle3_config
+from specco.drafts.load import load_draft, load_weights, read_draft_config
 
 WEIGHT_NAMES = {
     "fc.weight",
@@ -87,7 +87,7 @@ class TestRoundTrip:
 
     def test_training_choices_replace_those_of_the_file(self, exported):
         _, directory = exported
-        assert read_eagle3_config(directory, ttt_steps=7).ttt_steps == 7
+        assert read_draft_config(directory, ttt_steps=7).ttt_steps == 7
 
 
 class TestOtherLayouts:
@@ -105,7 +105,7 @@ class TestOtherLayouts:
     def test_layer_ids_in_eagle_config_alone(self, exported):
         _, directory = exported
         change_config(directory, eagle_aux_hidden_state_layer_ids=None, architectures=["Eagle3LlamaForCausalLM"])
-        assert read_eagle3_config(directory).target_layer_ids == (1, 3, 6)
+        assert read_draft_config(directory).target_layer_ids == (1, 3, 6)
 
     def test_full_vocabulary_maps_and_the_policys_embedding_are_dropped(self, exported):
         draft, directory = exported
@@ -149,7 +149,7 @@ class TestRefusals:
         _, directory = exported
         change_config(directory, **changes)
         with pytest.raises(ValueError, match=message):
-            read_eagle3_config(directory)
+            read_draft_config(directory)
 
     @pytest.mark.parametrize(
         ("change_fn", "message"),

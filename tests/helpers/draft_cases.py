@@ -1,4 +1,4 @@
-"""Tiny EAGLE-3 drafts and documents with everything that a policy would give them."""
+"""Tiny drafts of every family, and documents with everything that a policy would give them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specco.drafts.base import DraftRows
+from specco.drafts.base import Draft, DraftConfig, DraftRows
+from specco.drafts.dflash.config import DFlashConfig
+from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.eagle3.config import Eagle3Config
-from specco.drafts.eagle3.model import Eagle3Draft
+from specco.drafts.registry import build_draft
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens, pack_documents
 
@@ -19,25 +21,35 @@ VOCAB_SIZE = 11
 HIDDEN_SIZE = 12
 
 
+SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": VOCAB_SIZE,
+    "target_layer_ids": (1, 3, 6),
+    "rope_theta": 100.0,
+}
+BLOCKS: dict[str, Any] = {"num_hidden_layers": 2, "block_size": 4, "mask_token_id": 10, "num_anchors": 3}
+
+
 def make_config(**changes: Any) -> Eagle3Config:
-    fields: dict[str, Any] = {
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 20,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 6,
-        "vocab_size": VOCAB_SIZE,
-        "target_layer_ids": (1, 3, 6),
-        "rope_theta": 100.0,
-        "loss_decay": 0.5,
-    }
-    return Eagle3Config(**(fields | changes))
+    return Eagle3Config(**(SHAPE | {"loss_decay": 0.5} | changes))
 
 
-def make_draft(config: Eagle3Config, seed: int = 0, dtype: torch.dtype = torch.float64) -> Eagle3Draft:
+def make_dflash_config(**changes: Any) -> DFlashConfig:
+    return DFlashConfig(**(SHAPE | BLOCKS | changes))
+
+
+def make_dspark_config(**changes: Any) -> DSparkConfig:
+    return DSparkConfig(**(SHAPE | BLOCKS | {"markov_rank": 5} | changes))
+
+
+def make_draft(config: DraftConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     """Return a draft with random weights, norms included, so that no weight can be left out unnoticed."""
     generator = torch.Generator().manual_seed(seed)
-    draft = Eagle3Draft(config).to(dtype)
+    draft = build_draft(config).to(dtype)
     with torch.no_grad():
         for parameter in draft.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -54,11 +66,17 @@ class Document:
     taps: Tensor
     embeddings: Tensor
     policy_logits: Tensor
+    sample_id: int
 
 
 def make_embedding_table(seed: int = 7) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator, dtype=torch.float64)
+
+
+def make_policy_head() -> Tensor:
+    """Return ``[V, D]``, a head for drafts that use the policy's."""
+    return make_embedding_table(seed=8) / HIDDEN_SIZE**0.5
 
 
 def make_document(length: int, num_prompt_tokens: int, seed: int, num_taps: int = 3) -> Document:
@@ -70,12 +88,16 @@ def make_document(length: int, num_prompt_tokens: int, seed: int, num_taps: int 
         taps=torch.randn(length, num_taps * HIDDEN_SIZE, generator=generator, dtype=torch.float64),
         embeddings=make_embedding_table()[input_ids],
         policy_logits=2 * torch.randn(length, VOCAB_SIZE, generator=generator, dtype=torch.float64),
+        sample_id=seed,
     )
 
 
 def pack(documents: Sequence[Document]) -> PackedTokens:
     (tokens,) = pack_documents(
-        [d.input_ids for d in documents], [d.loss_mask for d in documents], max_tokens=sum(map(_length, documents))
+        [d.input_ids for d in documents],
+        [d.loss_mask for d in documents],
+        max_tokens=sum(map(_length, documents)),
+        sample_ids=[d.sample_id for d in documents],
     )
     return tokens
 
@@ -84,28 +106,33 @@ def _length(document: Document) -> int:
     return document.input_ids.numel()
 
 
-def run_draft(draft: Eagle3Draft, documents: Sequence[Document]) -> DraftRows:
+def run_draft(draft: Draft, documents: Sequence[Document]) -> DraftRows:
     """Run all documents packed into one microbatch, at one rank."""
     tokens = pack(documents)
-    dtype = draft.fc.weight.dtype
+    dtype = next(draft.parameters()).dtype
     taps = torch.cat([d.taps for d in documents]).to(dtype)
     embeddings = torch.cat([d.embeddings for d in documents]).to(dtype)
-    return draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens))
+    return draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens), None, embed_mask(draft, dtype))
 
 
-def compute_loss_sums(draft: Eagle3Draft, documents: Sequence[Document]) -> Tensor:
+def embed_mask(draft: Draft, dtype: torch.dtype = torch.float64) -> Tensor | None:
+    """Return the embedding of the draft's mask token, if it has one."""
+    return None if draft.mask_token_id is None else make_embedding_table()[draft.mask_token_id].to(dtype)
+
+
+def compute_loss_sums(draft: Draft, documents: Sequence[Document]) -> Tensor:
     """Return the loss sums ``[num_slots]`` of one microbatch."""
     return sum_losses(draft, documents, run_draft(draft, documents))
 
 
-def sum_losses(draft: Eagle3Draft, documents: Sequence[Document], rows: DraftRows) -> Tensor:
+def sum_losses(draft: Draft, documents: Sequence[Document], rows: DraftRows) -> Tensor:
     """Return the loss sums ``[num_slots]`` of some of a microbatch's rows."""
     teacher = torch.cat([d.policy_logits for d in documents]).to(rows.hidden.dtype)[rows.teacher_rows]
-    loss_sums, _ = draft.compute_loss(rows, teacher, policy_head=torch.full_like(draft.lm_head.weight, torch.nan))
+    loss_sums, _ = draft.compute_loss(rows, teacher, make_policy_head().to(rows.hidden.dtype))
     return loss_sums
 
 
-def compute_gradients(draft: Eagle3Draft, microbatches: Sequence[Sequence[Document]]) -> dict[str, Tensor]:
+def compute_gradients(draft: Draft, microbatches: Sequence[Sequence[Document]]) -> dict[str, Tensor]:
     """Return the gradients of the loss summed over slots and microbatches, by parameter."""
     draft.zero_grad(set_to_none=True)
     for documents in microbatches:
