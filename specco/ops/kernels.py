@@ -113,11 +113,11 @@ class CpuBackend:
 
     Its traps, met here: causal with unequal lengths is aligned top-left (never asked for); a fully masked row gives
     lse 0 (set to -inf); a mask must have q's dtype. Small blocks run in float32 also for 16-bit inputs: up to about
-    400 x 400 pairs the op's 16-bit backward is slower (128 x 128: 2.3 times, 16 x 16: nearly ten times).
+    500 x 500 pairs the op's 16-bit backward is slower (128 x 128: 2.3 times, 16 x 16: nearly ten times).
     """
 
     is_ragged = False
-    _small_pairs = 400 * 400
+    _small_pairs = 500 * 500
 
     def missing(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None if device.type == "cpu" else f"it runs on CPU tensors, these are on {device}"

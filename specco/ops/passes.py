@@ -22,13 +22,16 @@ class QueryPass:
     """How the queries ``[B, G, N, H]`` of one pass become kernel rows, and which calls they need in each step.
 
     Every-row queries without a window keep their order, and the G queries of a row become heads (they see the same
-    prefix). Others are sorted by anchor, and query g of branch b becomes row ``b * G + g``.
+    prefix). Others are sorted by anchor, and the R = N // K query heads that read one key head become rows: query g of
+    branch b in head ``k * R + r`` is row ``(b * G + g) * R + r`` of head k. Few anchors so make blocks of many rows, in
+    which the kernels are quickest.
 
     Args:
         layout: of the trunk.
         backend: that will run the calls.
         num_queries: G.
         num_kv_heads: K.
+        num_groups: R.
         anchors: int64 ``[B]``, local rows; None = every row, in order.
         trunk_inclusive: whether the anchor's own row is seen.
         window: sliding window in tokens, or None.
@@ -42,13 +45,14 @@ class QueryPass:
         *,
         num_queries: int,
         num_kv_heads: int,
+        num_groups: int,
         anchors: Tensor | None,
         trunk_inclusive: bool,
         window: int | None,
         query_offset: Tensor | None,
     ) -> None:
         self.layout, self.backend, self.trunk_inclusive = layout, backend, trunk_inclusive
-        self.num_queries, self.num_kv_heads = num_queries, num_kv_heads
+        self.num_queries, self.num_kv_heads, self.num_groups = num_queries, num_kv_heads, num_groups
         longest = int(torch.diff(layout.cu_seqlens).max()) if layout.num_documents else 0
         offsets = torch.arange(num_queries) if query_offset is None else query_offset.cpu()
         if window is not None and window >= longest + int(offsets.max()):
@@ -66,29 +70,35 @@ class QueryPass:
             rows, order = torch.sort(anchors.cpu(), stable=True)
             self.order = None if bool((order[1:] > order[:-1]).all()) else order
         self.queries = QueryRows(
-            layout.document_ids[rows], rows, layout.position_ids[rows], num_queries, offsets, trunk_inclusive, window
+            documents=layout.document_ids[rows],
+            anchors=rows,
+            positions=layout.position_ids[rows],
+            num_queries=num_queries * num_groups,
+            offsets=offsets.repeat_interleave(num_groups),
+            trunk_inclusive=trunk_inclusive,
+            window=window,
         )
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return ``[B, G, N, ...]`` as kernel rows ``[Q, heads, ...]``."""
-        if self.queries is None and self.num_queries > 1:
-            batch, num_queries, num_heads = x.shape[:3]
-            x = x.reshape(batch, num_queries, self.num_kv_heads, num_heads // self.num_kv_heads, *x.shape[3:])
-            return x.transpose(1, 2).reshape(batch, num_queries * num_heads, *x.shape[4:])
+        heads = (self.num_queries, self.num_kv_heads, self.num_groups)
+        if self.queries is None:
+            x = x.reshape(x.shape[0], *heads, *x.shape[3:])
+            return x.transpose(1, 2).reshape(x.shape[0], -1, *x.shape[4:])
         if self.order is not None:
             x = x.index_select(0, self.order.to(x.device))
-        return x.flatten(0, 1)
+        x = x.reshape(x.shape[0], *heads, *x.shape[3:])
+        return x.transpose(2, 3).reshape(-1, self.num_kv_heads, *x.shape[4:])
 
     def from_rows(self, rows: Tensor, shape: torch.Size, fill: float) -> Tensor:
         """Undo :meth:`to_rows`; branches that have no row get ``fill``."""
-        if self.queries is None and self.num_queries > 1:
-            batch, num_queries, num_heads = shape[:3]
-            rows = rows.view(batch, self.num_kv_heads, num_queries, num_heads // self.num_kv_heads, *shape[3:])
-            return rows.transpose(1, 2).reshape(shape)
+        num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
+        if self.queries is None:
+            return rows.view(shape[0], num_kv_heads, num_queries, num_groups, *shape[3:]).transpose(1, 2).reshape(shape)
+        rows = rows.view(-1, num_queries, num_groups, num_kv_heads, *shape[3:]).transpose(2, 3).reshape(-1, *shape[1:])
         if self.order is None:
-            return rows.view(shape)
-        out = rows.new_full(shape, fill)
-        return out.index_copy_(0, self.order.to(rows.device), rows.view(-1, *shape[1:]))
+            return rows
+        return rows.new_full(shape, fill).index_copy_(0, self.order.to(rows.device), rows)
 
     def is_final(self, plan: StepPlan) -> bool:
         """Return whether a plan writes each row once and no other step follows: then no accumulator is needed."""
@@ -149,7 +159,7 @@ def count_pairs(query_pass: QueryPass) -> PairCounts:
     if queries.window is not None:
         first = (queries.positions[:, None] + queries.offsets - queries.window + 1).clamp(min=0)
     visible = (last - first).clamp(min=0).expand(-1, queries.num_queries)
-    return PairCounts(int(visible.sum()), computed)
+    return PairCounts(int(visible.sum()) // query_pass.num_groups, computed // query_pass.num_groups)
 
 
 def build_query_pass(
@@ -168,7 +178,8 @@ def build_query_pass(
     """
     anchor_key = None if anchors is None else tuple(anchors.tolist())
     offset_key = None if query_offset is None else tuple(query_offset.tolist())
-    key = (anchor_key, offset_key, q.shape[1], num_kv_heads, trunk_inclusive, window, backend)
+    num_groups = q.shape[2] // num_kv_heads
+    key = (anchor_key, offset_key, q.shape[1], num_kv_heads, num_groups, trunk_inclusive, window, backend)
     recent: dict[tuple, QueryPass] = layout.memo.setdefault(("passes",), {})
     if key not in recent:
         if len(recent) == _NUM_KEPT_PASSES:
@@ -178,6 +189,7 @@ def build_query_pass(
             backend,
             num_queries=q.shape[1],
             num_kv_heads=num_kv_heads,
+            num_groups=num_groups,
             anchors=anchors,
             trunk_inclusive=trunk_inclusive,
             window=window,

@@ -17,9 +17,16 @@ BACKEND = get_backend("cpu", torch.device("cpu"), torch.float32)
 
 def build_pass(layout: PackedLayout, anchors: torch.Tensor | None, num_queries: int, window: int | None, **options):
     return QueryPass(
-        layout, BACKEND, num_queries=num_queries, num_kv_heads=1, anchors=anchors, window=window, query_offset=None,
+        layout,
+        BACKEND,
+        num_queries=num_queries,
+        num_kv_heads=1,
+        num_groups=1,
+        anchors=anchors,
+        window=window,
+        query_offset=None,
         trunk_inclusive=options.get("trunk_inclusive", True),
-    )  # fmt: skip
+    )
 
 
 def mark_pairs(call: Call, hits: torch.Tensor) -> None:
