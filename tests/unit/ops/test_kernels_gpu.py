@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from specco.ops.kernels_gpu import FlashBackend, FlexBackend
 from specco.ops.layout import PackedLayout
 from specco.testing.tolerances import OP_FLOAT64, max_error
 
+TESTS = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 
@@ -313,7 +315,7 @@ def test_auto_prefers_flash_then_flex_then_naive(monkeypatch):
 BLOCKER = '''
 import importlib.metadata, importlib.util, re, sys
 
-needed, queue = set(), ["torch", "triton", "specco"]
+needed, queue = set(), ["torch", "triton", "specco", "pytest"]
 while queue:
     name = re.match(r"[\\w.-]+", queue.pop())[0].lower().replace("_", "-")
     if name in needed:
@@ -337,8 +339,10 @@ class Blocker:
         return None if is_blocked else self.finder.find_spec(name, path, target)
 
 sys.meta_path[:] = map(Blocker, sys.meta_path)
+sys.path[:0] = sys.argv[1:]
 assert importlib.util.find_spec("expecttest") is None
 import importlib, pkgutil, torch, specco.ops
+import test_gpu_branch_attention
 for module in pkgutil.iter_modules(specco.ops.__path__):
     importlib.import_module("specco.ops." + module.name)
 from specco.ops import branch_attention, kernels_gpu, layout
@@ -351,7 +355,8 @@ print(q.grad.shape, kernels_gpu.__name__)
 
 
 def test_ops_import_and_run_with_torch_alone():
-    """A machine with torch and what torch itself needs, nothing else: every other package is blocked."""
-    result = subprocess.run([sys.executable, "-c", BLOCKER], capture_output=True, text=True, check=False)
+    """The ops and tests/gpu on a machine with torch, triton, pytest and what those need; all else is blocked."""
+    command = [sys.executable, "-c", BLOCKER, str(TESTS), str(TESTS / "gpu")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "torch.Size([9, 1, 4, 8])" in result.stdout
