@@ -15,7 +15,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,7 +104,7 @@ def run_command(command: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _stop_at_exit(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _stop_at_exit(process: subprocess.Popen[bytes]) -> Generator[None]:
     try:
         yield
     finally:

@@ -60,11 +60,13 @@ class Column:
         title: what it is.
         measure: value of a run, None where its rows lack it.
         is_speed_of: the line's speed-up is shown too: "more" where more is faster, "less" where less is.
+        validation: index of the validation that the line is of; its standard error is over prompts as well.
     """
 
     title: str
     measure: Callable[[Run], float | None]
     is_speed_of: str = ""
+    validation: int | None = None
 
 
 def main() -> None:
@@ -171,10 +173,9 @@ def take_ratio(numerator: str, denominator: str) -> Callable[[Run], float | None
 
 
 FIRST, LAST, ONE, END = slice(0, WINDOW), slice(-WINDOW, None), slice(0, 1), slice(-1, None)
-VALIDATION_END = "validation accuracy at the end"
 COLUMNS = (
-    Column("validation accuracy at the start", take_mean("validation_accuracy", ONE)),
-    Column(VALIDATION_END, take_mean("validation_accuracy", END)),
+    Column("validation accuracy at the start", take_mean("validation_accuracy", ONE), validation=0),
+    Column("validation accuracy at the end", take_mean("validation_accuracy", END), validation=-1),
     Column(f"reward, mean of the last {WINDOW} steps", take_mean("reward", LAST)),
     Column(f"acceptance length in rollouts, first {WINDOW} steps", take_mean("acceptance_length", FIRST)),
     Column(f"acceptance length in rollouts, last {WINDOW} steps", take_mean("acceptance_length", LAST)),
@@ -206,10 +207,10 @@ def measure_group(group: Group, column: Column) -> Figure | None:
     values = [value for run in group.runs if (value := column.measure(run)) is not None]
     if not values:
         return None
-    if column.title == VALIDATION_END:
-        last = max(step for run in group.runs for step, _ in take_series(run, "validation_accuracy"))
-        return Figure(combine(values).mean, compute_validation_stderr(group, last))
-    return combine(values)
+    if column.validation is None:
+        return combine(values)
+    steps = sorted(step for run in group.runs for step, _ in take_series(run, "validation_accuracy"))
+    return Figure(combine(values).mean, compute_validation_stderr(group, steps[column.validation]))
 
 
 def divide(a: Figure, b: Figure) -> Figure:

@@ -121,7 +121,7 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert [len(group.runs) for group in groups] == [3, 3, 3]
     columns = {column.title: column for column in report.COLUMNS}
     # over seeds .8, .81, .82: their error and that over prompts add up as squares
-    figure = report.measure_group(groups[2], columns[report.VALIDATION_END])
+    figure = report.measure_group(groups[2], columns["validation accuracy at the end"])
     assert figure is not None and figure.mean == pytest.approx(0.81)
     over_seeds = statistics.stdev([0.8, 0.81, 0.82]) / math.sqrt(3)
     assert figure.stderr == pytest.approx(math.hypot(over_seeds, 0.03))
