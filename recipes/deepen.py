@@ -1,6 +1,6 @@
 """Give a trained policy more layers that change nothing: the same function, and the same draft fits, at a higher cost.
 
-    python -m recipes.deepen runs/tiny_eagle3_cotrain_seed0/policy runs/deep/policy --layers 24
+    python -m recipes.deepen runs/tiny_eagle3_cotrain_seed0/policy runs/tiny_deep_policy/policy --layers 24
 
 A tiny policy is so cheap beside its draft that speculation cannot show what it is worth. The new layers come last, as
 copies of the last one whose ``o_proj`` and ``down_proj`` are zero: they add exactly nothing to the residual stream, and

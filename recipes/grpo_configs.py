@@ -26,6 +26,20 @@ def tiny_eagle3() -> Grpo.Config:
     )
 
 
+def tiny_eagle3_deep() -> Grpo.Config:
+    """The demo's trained policy, made deep by ``recipes.deepen``, at 16 sequences a rank (2 ranks): rollouts dominate.
+
+    For phases of a step, not for curves: 10 steps, and a validation before and after them alone.
+    """
+    config = tiny_eagle3()
+    config.name = "tiny_eagle3_deep"
+    config.learner.policy_path = "runs/tiny_deep_policy/policy"
+    config.learner.draft_path = "runs/tiny_eagle3_cotrain_seed0/draft"
+    config.steps, config.prompts_per_step, config.validate_every = 10, 4, 10
+    config.max_num_seqs, config.checkpoint_every = 16, 0
+    return config
+
+
 def smoke() -> Grpo.Config:
     """Four layers and three steps: what a test runs end to end."""
     config = tiny_eagle3()
@@ -37,4 +51,4 @@ def smoke() -> Grpo.Config:
     return config
 
 
-CONFIGS = {"tiny_eagle3": tiny_eagle3, "smoke": smoke}
+CONFIGS = {"tiny_eagle3": tiny_eagle3, "tiny_eagle3_deep": tiny_eagle3_deep, "smoke": smoke}
