@@ -81,21 +81,22 @@ class QueryPass:
 
     def to_rows(self, x: Tensor) -> Tensor:
         """Return ``[B, G, N, ...]`` as kernel rows ``[Q, heads, ...]``."""
-        heads = (self.num_queries, self.num_kv_heads, self.num_groups)
-        if self.queries is None:
-            x = x.reshape(x.shape[0], *heads, *x.shape[3:])
-            return x.transpose(1, 2).reshape(x.shape[0], -1, *x.shape[4:])
-        if self.order is not None:
+        num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
+        if self.queries is not None and self.order is not None:
             x = x.index_select(0, self.order.to(x.device))
-        x = x.reshape(x.shape[0], *heads, *x.shape[3:])
-        return x.transpose(2, 3).reshape(-1, self.num_kv_heads, *x.shape[4:])
+        x = x.reshape(x.shape[0], num_queries, num_kv_heads, num_groups, *x.shape[3:])
+        if self.queries is None:
+            return x.transpose(1, 2).reshape(x.shape[0], num_kv_heads * num_queries * num_groups, *x.shape[4:])
+        return x.transpose(2, 3).reshape(x.shape[0] * num_queries * num_groups, num_kv_heads, *x.shape[4:])
 
     def from_rows(self, rows: Tensor, shape: torch.Size, fill: float) -> Tensor:
         """Undo :meth:`to_rows`; branches that have no row get ``fill``."""
         num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
         if self.queries is None:
             return rows.view(shape[0], num_kv_heads, num_queries, num_groups, *shape[3:]).transpose(1, 2).reshape(shape)
-        rows = rows.view(-1, num_queries, num_groups, num_kv_heads, *shape[3:]).transpose(2, 3).reshape(-1, *shape[1:])
+        num_branches = rows.shape[0] // (num_queries * num_groups)
+        rows = rows.view(num_branches, num_queries, num_groups, num_kv_heads, *shape[3:]).transpose(2, 3)
+        rows = rows.reshape(num_branches, *shape[1:])
         if self.order is None:
             return rows
         return rows.new_full(shape, fill).index_copy_(0, self.order.to(rows.device), rows)
