@@ -35,6 +35,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from specco.ops.branch_keys import BranchKeys, as_mask, sink_gradient
 from specco.ops.checks import find_pass_problem, find_trunk_problem, raise_together
@@ -58,6 +59,7 @@ class _Gather(torch.autograd.Function):
         return k.new_zeros(())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, _: Tensor) -> tuple[Tensor, Tensor, None]:
         return (*ctx.shards.send_home(), None)
 
@@ -78,6 +80,7 @@ class _Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
         branch = BranchKeys(tensors[: ctx.num_keys], tensors[ctx.num_keys :], ctx.mask) if tensors else None

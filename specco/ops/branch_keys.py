@@ -34,10 +34,11 @@ class BranchKeys:
 
     def block(self, begin: int, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of some branches as ``[b * K, M, H]``."""
-        return tuple(
+        keys, values = (
             torch.cat([part[begin:end] for part in parts], 1).to(dtype).transpose(1, 2).flatten(0, 1)
             for parts in (self.keys, self.values)
         )
+        return keys, values
 
     def mask_scores(self, scores: Tensor, begin: int, end: int) -> Tensor:
         """Set unseen entries of ``scores [b * K, G * R, M]`` to -inf, in place."""
@@ -96,12 +97,12 @@ def finish_forward(
         return out.to(q.dtype), lse
     dtype = accumulator_dtype(q.dtype)
     result = out if out.dtype == q.dtype else torch.empty_like(q, memory_format=torch.contiguous_format)
+    num_kv_heads = 1 if branch is None else branch.keys[0].shape[2]
     for begin in range(0, q.shape[0], _block_rows(q)):
         end = min(begin + _block_rows(q), q.shape[0])
         block_out, block_lse = out[begin:end].to(dtype), lse[begin:end]
-        joint = block_lse
+        joint, scores, values = block_lse, q.new_empty(0), q.new_empty(0)
         if branch is not None:
-            num_kv_heads = branch.keys[0].shape[2]
             keys, values = branch.block(begin, end, dtype)
             scores = torch.bmm(_by_kv_head(q[begin:end], num_kv_heads, dtype), keys.transpose(1, 2)).mul_(scale)
             branch.mask_scores(scores, begin, end)

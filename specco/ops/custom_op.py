@@ -5,6 +5,7 @@ A process group goes by name and a layout by its offsets, since an op takes neit
 
 # No postponed annotations here: torch reads the op's schema from them.
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def _attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     layout = _build_layout(tuple(cu_seqlens.tolist()), cp_size, cp_rank)
-    group = None if group_name is None else _resolve_process_group(group_name)
+    group = None if group_name is None else _resolve_process_group(cast(Any, group_name))
     keys = [] if k_branch is None else [k_branch]
     values = [] if v_branch is None else [v_branch]
     problem = (
@@ -111,7 +112,7 @@ def _attend_backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = _build_layout(tuple(cu_seqlens.tolist()), cp_size, cp_rank)
-    group = None if group_name is None else _resolve_process_group(group_name)
+    group = None if group_name is None else _resolve_process_group(cast(Any, group_name))
     query_pass, shards = _prepare(q, k, v, anchors, layout, trunk_inclusive, window, query_offset, group, backend)
     branch = _as_branch(k_branch, v_branch, branch_mask)
     dq, dtrunk, dkeys, dvalues = backward_pass(query_pass, shards, dout, q, out, lse, branch, scale)

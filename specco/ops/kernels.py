@@ -63,7 +63,7 @@ class BlockMask:
 
     def is_empty_row(self) -> Tensor | None:
         """Return bool ``[b, nq]``, True where a query sees no key; None = every query sees one."""
-        return None if self.last is None else self.last <= self.first
+        return None if self.last is None or self.first is None else self.last <= self.first
 
 
 class Backend(Protocol):

@@ -273,10 +273,12 @@ def backward_pass(
         contributions: Contributions = []
         for call in plan.calls:
             part_dq, part_dk, part_dv = query_pass.backend.backward(
-                *(call.q_rows.take(x) for x in (dout_rows, q_rows)),
+                call.q_rows.take(dout_rows),
+                call.q_rows.take(q_rows),
                 call.k_rows.take(k),
                 call.k_rows.take(v),
-                *(call.q_rows.take(x) for x in (out_rows, lse_rows)),
+                call.q_rows.take(out_rows),
+                call.q_rows.take(lse_rows),
                 call.mask.to(q.device),
                 scale,
             )

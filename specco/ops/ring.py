@@ -262,18 +262,22 @@ class GatheredShards:
     def _post_gather(self, comm: RingComm) -> None:
         rank, layout = self.layout.cp_rank, self.layout
         kv = _pack(self.k, self.v)
-        sends, receives, copies = [], [], {}
+        receives = []
         for source in self._sources:
             rows, self._bases[source] = find_needed_rows(layout, source, rank, self.window)
             num_rows = layout.num_rows if rows is None else rows.numel()
             self._held[source] = kv.new_empty(2, num_rows, *kv.shape[2:])
             receives.append((self._held[source], source))
+        sends: list[tuple[Tensor, int]] = []
+        copied, copy = torch.empty(0, dtype=torch.int64), kv[:, :0]
         for reader in reversed(self._sources):
             rows, _ = find_needed_rows(layout, rank, reader, self.window)
-            key = None if rows is None else tuple(rows.tolist())
-            if key not in copies:
-                copies[key] = kv if rows is None else kv.index_select(1, rows.to(kv.device))
-            sends.append((copies[key], reader))
+            if rows is None:
+                sends.append((kv, reader))
+                continue
+            if not torch.equal(rows, copied):  # without a window one copy serves all readers
+                copied, copy = rows, kv.index_select(1, rows.to(kv.device))
+            sends.append((copy, reader))
         comm.post(sends, receives)
 
     def _shards(self) -> list[tuple[int, Tensor, Tensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,7 @@ class Inputs:
     dout: Tensor
     anchors: Tensor | None
     branch_mask: Tensor | str | None
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def make_inputs(case: AttentionCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
@@ -198,7 +199,13 @@ def run_op(
     anchors = None
     if inputs.anchors is not None:
         anchors = layout.locate(inputs.anchors[branches.to(inputs.anchors.device)])[1].to(q.device)
-    options = {"anchors": anchors, "branch_mask": mask, "sinks": sinks, "return_lse": True, **inputs.options}
+    options: dict[str, Any] = {
+        "anchors": anchors,
+        "branch_mask": mask,
+        "sinks": sinks,
+        "return_lse": True,
+        **inputs.options,
+    }
     if mode == "once":
         out, lse = branch_attention(q, k, v, k_branch, v_branch, layout=layout, group=group, backend=backend, **options)
     else:
