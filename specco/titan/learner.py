@@ -118,6 +118,7 @@ class Learner(Configurable):
         self.optimizers = config.optimizer.build(model_parts=[self.policy])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=config.training.steps)
         self.num_skipped = {"policy": 0, "draft": 0}
+        self.num_steps = 0
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -163,6 +164,8 @@ class Learner(Configurable):
         Returns:
             The step's metrics, the same on every rank. Losses are means over all trained tokens of all ranks.
         """
+        draw_key = (self.config.debug.seed or 0, self.num_steps)
+        microbatches = [replace(tokens, draw_key=draw_key) for tokens in microbatches]
         num_microbatches, num_targets, draft_weights = self._count(microbatches)
         draft_total = float(draft_weights.sum())
         results = []
@@ -180,6 +183,7 @@ class Learner(Configurable):
             )
             results.append(self._forward_backward(plan))
         metrics = self._get_learning_rates() | self._update()
+        self.num_steps += 1
         return metrics | self._reduce(results)
 
     def _count(self, microbatches: Sequence[PackedTokens]) -> tuple[int, float, Tensor]:
@@ -248,12 +252,13 @@ class Learner(Configurable):
         return groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of the learner: weights, optimizer, schedules, counts of skipped updates."""
+        """Return what a checkpoint holds of the learner: weights, optimizer, schedules, counts of steps and skips."""
         return {
             "model": self.policy.state_dict(),
             "optimizer": self.optimizers.state_dict(),
             "lr_scheduler": self.lr_schedulers.state_dict(),
             "num_skipped": dict(self.num_skipped),
+            "num_steps": self.num_steps,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -262,6 +267,7 @@ class Learner(Configurable):
         self.optimizers.load_state_dict(state_dict["optimizer"])
         self.lr_schedulers.load_state_dict(state_dict["lr_scheduler"])
         self.num_skipped = dict(state_dict["num_skipped"])
+        self.num_steps = state_dict["num_steps"]
 
     def load_checkpoint_weights(self, path: str) -> None:
         """Take policy and draft, and nothing else, from a checkpoint of a learner. Collective: every rank must call."""

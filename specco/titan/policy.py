@@ -22,16 +22,30 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.protocols.module import Module
 
-from specco.drafts.base import Draft, DraftRows
-from specco.drafts.eagle3.config import Eagle3Config
-from specco.drafts.eagle3.model import Eagle3Draft
+from specco.drafts.base import Draft, DraftConfig, DraftRows
+from specco.drafts.registry import build_draft
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 from specco.titan.attention import PackedAttention, PackedMasks
 from specco.titan.head import HeadLinear
 
-DRAFT_CLASSES: dict[type, type[Draft]] = {Eagle3Config: Eagle3Draft}
-"""The draft that each config stands for."""
+
+class PolicyEmbedding(Embedding):
+    """torchtitan's ``Embedding`` that can also embed further tokens, detached, while its FSDP unit is unsharded."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Embedding.Config):
+        pass
+
+    def forward(  # pyrefly: ignore[bad-override]
+        self, input: Tensor, detached_ids: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the embeddings of ``input``; given ``detached_ids``, also theirs, without gradient."""
+        embeddings = super().forward(input)
+        if detached_ids is None:
+            return embeddings
+        with torch.no_grad():
+            return embeddings, super().forward(detached_ids)
 
 
 class AnyDtypeRoPE(CosSinRoPE):
@@ -67,7 +81,7 @@ class Qwen3Policy(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        draft: Eagle3Config | None = None
+        draft: DraftConfig | None = None
         """The draft to carry; its ``target_layer_ids`` say where the taps are. None: no draft, no taps."""
 
         is_frozen: bool = False
@@ -79,8 +93,12 @@ class Qwen3Policy(Qwen3Model):
         super().__init__(config)
         if config.is_frozen:
             self.requires_grad_(False)
-        self.draft: Draft | None = None if config.draft is None else DRAFT_CLASSES[type(config.draft)](config.draft)
+        self.draft: Draft | None = None if config.draft is None else build_draft(config.draft)
         num_layers = len(config.layers)
+        if config.draft is not None and config.draft.vocab_size != config.vocab_size:
+            raise ValueError(
+                f"the draft has vocab_size={config.draft.vocab_size}; it must be the policy's, {config.vocab_size}"
+            )
         if self.draft is not None and max(self.draft.target_layer_ids) >= num_layers:
             raise ValueError(f"target_layer_ids is {self.draft.target_layer_ids}; the policy has {num_layers} layers")
 
@@ -120,7 +138,7 @@ class Qwen3Policy(Qwen3Model):
             attention_masks = _build_masks(tokens, positions, packed_tokens)
         draft = None if packed_tokens is None else self.draft
         tapped = set() if draft is None else {str(layer_id) for layer_id in draft.target_layer_ids}
-        h = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
+        h, mask_embedding = self._embed(tokens, None if draft is None else draft.mask_token_id)
         embeddings = h.detach()
         taps = []
         for name, layer in self.layers.items():
@@ -133,8 +151,17 @@ class Qwen3Policy(Qwen3Model):
         if draft is None:
             return h, None
         layout, group = attention_masks
-        rows = draft(torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1), packed_tokens, layout, group)
-        return h, rows
+        flat_taps, flat_embeddings = torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1)
+        return h, draft(flat_taps, flat_embeddings, packed_tokens, layout, group, mask_embedding)
+
+    def _embed(self, tokens: Tensor, mask_token_id: int | None) -> tuple[Tensor, Tensor | None]:
+        """Return (embeddings of the tokens, detached embedding ``[D]`` of the mask token or None)."""
+        if self.tok_embeddings is None:
+            return tokens, None
+        if mask_token_id is None:
+            return self.tok_embeddings(tokens), None
+        h, (mask_embedding,) = self.tok_embeddings(tokens, tokens.new_tensor([mask_token_id]))
+        return h, mask_embedding
 
 
 def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: PackedTokens | None) -> PackedMasks:
@@ -207,7 +234,7 @@ def make_qwen3_config(
         vocab_size=vocab_size,
         dim=dim,
         norm=norm(dim),
-        tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=matrix_init),
+        tok_embeddings=PolicyEmbedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=matrix_init),
         lm_head=HeadLinear.Config(in_features=dim, out_features=vocab_size, param_init=matrix_init),
         layers=[layer() for _ in range(num_layers)],
     )

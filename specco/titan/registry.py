@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from specco.drafts.eagle3.config import Eagle3Config
+from specco.drafts.base import DraftConfig
 from specco.titan.parallelize import parallelize_policy
 from specco.titan.policy import Qwen3Policy, make_qwen3_config
 
@@ -22,7 +22,7 @@ SMALL_INIT_STD = 0.07
 """Near one over the square root of the width; Qwen3's 0.02 is meant for wider matrices."""
 
 
-def model_registry(flavor: str, *, draft: Eagle3Config | None = None, is_frozen: bool = False) -> ModelSpec:
+def model_registry(flavor: str, *, draft: DraftConfig | None = None, is_frozen: bool = False) -> ModelSpec:
     """Return the spec of a flavour.
 
     Args:
@@ -42,7 +42,7 @@ def model_registry(flavor: str, *, draft: Eagle3Config | None = None, is_frozen:
 
 
 def make_model_spec(
-    config: Qwen3Policy.Config, *, flavor: str, draft: Eagle3Config | None = None, is_frozen: bool = False
+    config: Qwen3Policy.Config, *, flavor: str, draft: DraftConfig | None = None, is_frozen: bool = False
 ) -> ModelSpec:
     """Wrap a policy's config, one read from a Hugging Face directory for instance, into torchtitan's ``ModelSpec``.
 

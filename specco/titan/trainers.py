@@ -7,7 +7,7 @@ machine ``-m specco.titan.train`` does the same after applying CPU support.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +71,9 @@ class DraftTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
         """Take one optimizer step; the loss is the weighted mean over the rows of all ranks and microbatches."""
         batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        draw_key = (self.config.debug.seed or 0, self.step)
+        for inputs, _ in batches:
+            inputs["packed_tokens"] = replace(inputs["packed_tokens"], draw_key=draw_key)
         weight_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for inputs, _ in batches:
             weight_sum += self.draft.sum_loss_weights(inputs["packed_tokens"]).sum().to(self.device)

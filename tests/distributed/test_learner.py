@@ -14,9 +14,10 @@ import torch
 from helpers.run_learner import VARIANTS
 from safetensors.torch import load_file
 
+from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.eagle3.config import Eagle3Config
-from specco.drafts.eagle3.model import Eagle3Draft
 from specco.drafts.export import save_draft
+from specco.drafts.registry import build_draft
 from specco.testing.tolerances import STEP_FLOAT64, relative_error
 from specco.titan.export import save_policy
 from specco.titan.policy import make_qwen3_config
@@ -33,20 +34,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     policy = make_qwen3_config(vocab_size=64, max_seq_len=64, **sizes).build()
     policy.init_states()
     save_policy(policy, folder / "policy", tokenizer_path=folder, eos_token_id=1)
-    draft = Eagle3Draft(
-        Eagle3Config(
-            hidden_size=32,
-            intermediate_size=48,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            vocab_size=64,
-            target_layer_ids=(0, 1, 2),
-            max_position_embeddings=64,
-        )
-    )
-    draft.init_weights()
-    save_draft(draft, folder / "draft")
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 64,
+        "target_layer_ids": (0, 1, 2),
+        "max_position_embeddings": 64,
+    }
+    blocks = {"num_hidden_layers": 2, "block_size": 3, "mask_token_id": 63, "num_anchors": 4, "markov_rank": 6}
+    for config in (Eagle3Config(**shape), DSparkConfig(**shape, **blocks)):
+        draft = build_draft(config)
+        draft.init_weights()
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape))  # a bias of zeros hides its factor's gradient
+        save_draft(draft, folder / "draft" / config.method)
     outputs = {}
     for num_ranks in (1, 2):
         outputs[num_ranks] = folder / f"ranks{num_ranks}"
@@ -74,7 +79,7 @@ def is_of_draft(name: str) -> bool:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", ["joint", "weight0"])
+@pytest.mark.parametrize("name", ["joint", "weight0", "dspark"])
 def test_policy_is_bit_equal_with_and_without_draft(runs: dict[int, Path], num_ranks: int, name: str) -> None:
     """C1: clipped gradients of three steps, final weights, norms."""
     alone, alone_metrics = load(runs, num_ranks, "alone")
@@ -87,22 +92,32 @@ def test_policy_is_bit_equal_with_and_without_draft(runs: dict[int, Path], num_r
             assert row[key] == alone_row[key]
 
 
-def test_draft_trains_unless_its_weight_is_zero(runs: dict[int, Path]) -> None:
-    joint, _ = load(runs, 1, "joint")
+@pytest.mark.parametrize("name", ["joint", "dspark"])
+def test_every_weight_of_the_draft_trains(runs: dict[int, Path], name: str) -> None:
+    run, _ = load(runs, 1, name)
+    gradients = [value for tensor, value in run.items() if tensor.startswith("grad/0/draft.")]
+    assert len(gradients) == sum(tensor.startswith("weight/draft.") for tensor in run) > 0
+    assert all(value.abs().max() > 0 for value in gradients)
+
+
+def test_draft_of_weight_zero_gets_zero_gradients(runs: dict[int, Path]) -> None:
     weight0, _ = load(runs, 1, "weight0")
-    names = [name for name in joint if name.startswith("grad/0/draft.")]
+    names = [name for name in weight0 if name.startswith("grad/0/draft.")]
     assert names
-    assert all(joint[name].abs().max() > 0 for name in names)
     assert all(weight0[name].abs().max() == 0 for name in names)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "name"),
-    [(2, "joint"), *[(n, v) for n in (1, 2) for v in ("microbatches", "permuted", "checkpointed", "lopsided")]],
+    [
+        *[(2, name) for name in ("joint", "dspark")],
+        *[(n, v) for n in (1, 2) for v in ("microbatches", "permuted", "checkpointed", "lopsided")],
+        *[(n, f"dspark_{v}") for n in (1, 2) for v in ("microbatches", "permuted", "lopsided")],
+    ],
 )
 def test_layout_and_packing_change_nothing(runs: dict[int, Path], num_ranks: int, name: str) -> None:
     """C2: gradients and weights of policy and draft, and every reported mean, against one rank and one microbatch."""
-    expected, expected_metrics = load(runs, 1, "joint")
+    expected, expected_metrics = load(runs, 1, "dspark" if name.startswith("dspark") else "joint")
     actual, metrics = load(runs, num_ranks, name)
     assert actual.keys() == expected.keys()
     for tensor, value in expected.items():

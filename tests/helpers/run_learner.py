@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node N tests/helpers/run_learner.py POLICY DRAFT OUT VARIANT [VARIANT ...]
 
-Each variant writes ``OUT/VARIANT.safetensors`` (clipped gradients of every step as ``grad/STEP/NAME``, final weights as
+DRAFT holds a directory for each family of drafts, by the name of its method. Each variant writes
+``OUT/VARIANT.safetensors`` (clipped gradients of every step as ``grad/STEP/NAME``, final weights as
 ``weight/NAME``) and ``OUT/VARIANT.json`` (metrics by step).
 """
 
@@ -39,6 +40,10 @@ TORCH_DTYPE_MAP["float64"] = torch.float64
 
 VARIANTS = {
     "joint": {},
+    "dspark": {"family": "dspark"},
+    "dspark_microbatches": {"family": "dspark", "max_tokens": 24},
+    "dspark_permuted": {"family": "dspark", "is_permuted": True},
+    "dspark_lopsided": {"family": "dspark", "is_lopsided": True},
     "weight0": {"draft_weight": 0.0},
     "alone": {"has_draft": False},
     "microbatches": {"max_tokens": 24},
@@ -114,6 +119,7 @@ def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None
     loss = GrpoLoss()
     if changes.pop("has_reference", False):
         loss, changes["reference_path"] = GrpoLoss(kl_coef=0.1), policy_path
+    draft_path = f"{draft_path}/{changes.pop('family', 'eagle3')}"
     learner = build_learner(policy_path, draft_path, changes.pop("has_draft", True), **changes)
     parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
     tensors, metrics = {}, []

@@ -68,7 +68,7 @@ def list_blocks(config: BlockConfig, documents: list[Document]) -> list[tuple[in
 
 
 def is_visible(config: BlockConfig, layer: int, query: tuple[int, int, int], key: tuple[int, int, int | None]) -> bool:
-    """Say whether a query (document, anchor, offset) sees a key: of a block, or (document, position, None) of a trunk."""
+    """Say whether a query (document, anchor, offset) sees a key: a block's, or a trunk's (document, position, None)."""
     window = config.get_window(layer)
     if key[2] is not None:
         return query[:2] == key[:2] and (window is None or key[2] <= query[2])
@@ -161,8 +161,8 @@ class TestDenseOracle:
         assert all(float(g.abs().max()) > 0 for g in expected.values())
 
         rows = run_draft(draft, documents)
-        assert relative_error(draft.compute_logits(rows, make_policy_head()), logits) < OP_FLOAT64
-        assert relative_error(compute_loss_sums(draft, documents), loss_sums) < OP_FLOAT64
+        assert relative_error(draft.compute_logits(rows, make_policy_head()), logits.detach()) < OP_FLOAT64
+        assert relative_error(compute_loss_sums(draft, documents), loss_sums.detach()) < OP_FLOAT64
         for parameter, gradient in compute_gradients(draft, [documents]).items():
             assert relative_error(gradient, expected[parameter]) < OP_FLOAT64, parameter
 
@@ -282,7 +282,7 @@ class TestInvariance:
         for parameter, gradient in compute_gradients(draft, microbatches).items():
             assert relative_error(gradient, expected[parameter]) < STEP_FLOAT64, parameter
         sums = torch.stack([compute_loss_sums(draft, m) for m in microbatches]).sum(0)
-        assert relative_error(sums, compute_loss_sums(draft, documents)) < STEP_FLOAT64
+        assert relative_error(sums, compute_loss_sums(draft, documents).detach()) < STEP_FLOAT64
         weights = torch.stack([draft.sum_loss_weights(pack(m)) for m in microbatches]).sum(0)
         assert relative_error(weights, draft.sum_loss_weights(pack(documents))) < 1e-14
 

@@ -1,5 +1,7 @@
 """The policy: torchtitan's Qwen3 to the bit, packed, in any dtype, with taps that survive activation checkpointing."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.qwen3.model import Qwen3Model
 
+from specco.drafts.base import DraftConfig
+from specco.drafts.dflash.config import DFlashConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.packing import PackedTokens, pack_documents
 from specco.testing.tolerances import max_error
@@ -23,6 +27,12 @@ DRAFT = Eagle3Config(
     head_dim=16,
     vocab_size=40,
     target_layer_ids=(0, 1, 3),
+)
+BLOCK_DRAFT = DFlashConfig(
+    **{field.name: getattr(DRAFT, field.name) for field in fields(DraftConfig)},
+    num_hidden_layers=2,
+    block_size=3,
+    mask_token_id=5,
 )
 
 
@@ -108,13 +118,13 @@ def test_a_batch_of_rows_equals_rows_alone():
 class RecordingDraft(nn.Module):
     """Stands in for a draft and keeps what it is given."""
 
-    def __init__(self, target_layer_ids):
+    def __init__(self, target_layer_ids, mask_token_id=None):
         super().__init__()
-        self.target_layer_ids = target_layer_ids
+        self.target_layer_ids, self.mask_token_id = target_layer_ids, mask_token_id
         self.calls = []
 
-    def forward(self, taps, embeddings, tokens, layout, group):
-        self.calls.append((taps, embeddings, tokens, layout, group))
+    def forward(self, taps, embeddings, tokens, layout, group, mask_embedding):
+        self.calls.append((taps, embeddings, tokens, layout, group, mask_embedding))
         return len(self.calls)
 
 
@@ -135,7 +145,7 @@ def test_taps_are_detached_layer_outputs_in_order(is_checkpointed):
     assert rows == 1
     hidden.sum().backward()
     assert len(policy.draft.calls) == 1, "a recompute must not tap again"
-    taps, embeddings, given_tokens, layout, group = policy.draft.calls[0]
+    taps, embeddings, given_tokens, layout, group, mask_embedding = policy.draft.calls[0]
     assert torch.equal(taps, torch.cat([outputs[name] for name in "013"], dim=-1)[0])
     assert torch.equal(embeddings, embedded[0][0])
     assert not taps.requires_grad
@@ -143,6 +153,17 @@ def test_taps_are_detached_layer_outputs_in_order(is_checkpointed):
     assert given_tokens is tokens
     assert torch.equal(layout.cu_seqlens, tokens.cu_seqlens)
     assert group is None
+    assert mask_embedding is None
+
+
+def test_a_draft_with_masks_is_given_their_embedding_detached():
+    policy = build()
+    policy.draft = RecordingDraft((1,), mask_token_id=39)
+    run(policy, make_tokens())
+    ((_, embeddings, *_, mask_embedding),) = policy.draft.calls
+    assert torch.equal(mask_embedding, policy.tok_embeddings.weight[39])
+    assert not mask_embedding.requires_grad
+    assert embeddings.shape == (22, 32)
 
 
 def test_activation_checkpointing_changes_no_bit():
@@ -160,8 +181,9 @@ def test_activation_checkpointing_changes_no_bit():
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
-def test_a_draft_changes_no_bit_of_the_policy():
-    alone, carrying = build(), build(DRAFT)
+@pytest.mark.parametrize("draft", [DRAFT, BLOCK_DRAFT], ids=["eagle3", "dflash"])
+def test_a_draft_changes_no_bit_of_the_policy(draft):
+    alone, carrying = build(), build(draft)
     tokens = make_tokens()
     for (name, a), (other, b) in zip(alone.named_parameters(), carrying.named_parameters(), strict=False):
         assert name == other
