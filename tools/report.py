@@ -49,7 +49,11 @@ class Figure:
 
     def __str__(self) -> str:
         text = format_number(self.mean)
-        return text if math.isnan(self.stderr) else f"{text} ± {format_number(self.stderr)}"
+        if math.isnan(self.stderr):
+            return text
+        if "e" in text or self.mean.is_integer():
+            return f"{text} ± {format_number(self.stderr)}"
+        return f"{text} ± {self.stderr:.{len(text.partition('.')[2])}f}"  # as many decimals
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="folder of report.html and the PNGs; default: the first run's")
-    parser.add_argument("--title", default="", help="heading of the page; default: the names of the runs")
+    parser.add_argument("--title", default="", help="heading of the page; default: the groups' names")
     args = parser.parse_args()
     groups = group_runs([read_run(path) for path in args.runs])
     out = args.out or args.runs[0]
     out.mkdir(parents=True, exist_ok=True)
-    path = write_report(groups, out, title=args.title or ", ".join(path.name for path in args.runs))
+    path = write_report(groups, out, title=args.title or ", ".join(group.label for group in groups))
     print_summary(groups)
     print(f"report: {path}")
 
@@ -150,6 +154,12 @@ def take_mean(metric: str, part: slice) -> Callable[[Run], float | None]:
     return measure
 
 
+def take_gain(run: Run) -> float | None:
+    """Return the last validation's acceptance length with the run's draft minus that with the start draft."""
+    own, start = (take_series(run, f"validation_acceptance_length{suffix}") for suffix in ("", "_start_draft"))
+    return own[-1][1] - start[-1][1] if own and start else None
+
+
 def take_max(metric: str) -> Callable[[Run], float | None]:
     """Return a measure: the largest value of a metric."""
     return lambda run: max((value for _, value in take_series(run, metric)), default=None)
@@ -184,6 +194,7 @@ COLUMNS = (
         "on the same policy: acceptance length of the start draft",
         take_mean("validation_acceptance_length_start_draft", END),
     ),
+    Column("on the same policy: gain of the run's draft over the start draft", take_gain),
     Column("largest mismatch KL, nats a token", take_max("mismatch_kl")),
     Column(f"response length, first {WINDOW} steps, tokens", take_mean("response_tokens", FIRST)),
     Column(f"response length, last {WINDOW} steps, tokens", take_mean("response_tokens", LAST)),

@@ -136,9 +136,22 @@ def test_figures_by_hand(tmp_path: Path) -> None:
     assert figure is not None and figure.mean == pytest.approx(150)
     lines = dict(report.summarize(groups))
     assert lines["speed-up of rollout against no draft"] == ["1", "2 ± 0", "3 ± 0"]
+    assert lines["on the same policy: gain of the run's draft over the start draft"] == ["", "", "1.500 ± 0.000"]
     assert lines["speed-up of whole step against no draft"][1].startswith("1 ± 0.29")
     assert lines["on the same policy: acceptance length of the start draft"] == ["", "", "2 ± 0"]
     assert lines["largest mismatch KL, nats a token"][0] == "1.2e-08 ± 0"
+
+
+def test_numbers_and_errors_have_the_same_decimals() -> None:
+    cases = {
+        (3235.4, 7.236): "3235 ± 7",
+        (3.25, 0.0031): "3.250 ± 0.003",
+        (2.0, 0.5): "2 ± 0.500",
+        (5e-13, 0.0): "5.0e-13 ± 0",
+    }
+    for (mean, stderr), text in cases.items():
+        assert str(report.Figure(mean, stderr)) == text
+    assert str(report.Figure(3.25)) == "3.250" and str(report.Figure(math.nan)) == "-"
 
 
 def test_speedup_of_seconds_is_the_other_way_round(tmp_path: Path) -> None:
