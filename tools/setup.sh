@@ -14,6 +14,11 @@ if [ ! -e "$stamp" ]; then
     "$PYTHON" -m venv .venv
     .venv/bin/pip install --quiet --disable-pip-version-check --no-deps -r tools/requirements-cpu.txt
     .venv/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+    if ! .venv/bin/python -c 'import torch'; then
+        echo "The torch 2.13.0 that pip found here does not load without CUDA's libraries: it is a build for GPUs." >&2
+        echo "Let pip find the CPU build (PIP_EXTRA_INDEX_URL, or pip's own configuration) and remove .venv." >&2
+        exit 1
+    fi
     touch "$stamp"
 fi
 export PATH="$PWD/.venv/bin:$PATH"
