@@ -80,10 +80,6 @@ class PackedLayout:
             raise ValueError(f"cp_rank={cp_rank} with cp_size={cp_size}; allowed are 0 <= cp_rank < cp_size")
         return cls(offsets.to(torch.int32), cp_size, cp_rank)
 
-    def with_rank(self, cp_rank: int) -> PackedLayout:
-        """Return the layout of another rank of the same group."""
-        return PackedLayout.build(self.cu_seqlens, self.cp_size, cp_rank)
-
     @property
     def num_documents(self) -> int:
         return self.cu_seqlens.numel() - 1

@@ -175,10 +175,9 @@ class RingShards:
         return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
 
     def _covers_all(self, contributions: Contributions) -> bool:
-        if len(contributions) != 1:
-            return False
-        rows = contributions[0][0]
-        return not rows.is_padded and rows.is_contiguous and rows.num_rows == self.k.shape[0]
+        """Return whether one contribution is the whole gradient, row by row."""
+        rows = [rows for rows, _, _ in contributions]
+        return len(rows) == 1 and rows[0].is_contiguous and rows[0].num_rows == self.k.shape[0]
 
     def _shorten(self, contributions: Contributions) -> Contributions:
         """Return the contributions, summed into one where they hold more rows than the shard."""

@@ -6,7 +6,6 @@ poisoned with NaN, and compares with its rows of the oracle's result.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -244,11 +243,3 @@ def compare_shard(
         rows = layout.global_rows if name in ("k", "v") else shard.branches
         errors[name] = max_error(value, shard.take(wanted, rows, -torch.inf if name == "lse" else 0.0))
     return errors
-
-
-def draw_lengths(rng: random.Random, max_documents: int, max_length: int) -> tuple[int, ...]:
-    """Draw document lengths: many short, some of one token, some long."""
-    return tuple(
-        rng.choice([1, rng.randint(1, 4), rng.randint(1, 32), rng.randint(1, max_length)])
-        for _ in range(rng.randint(1, max_documents))
-    )

@@ -14,7 +14,7 @@ from helpers.attention_strategies import attention_cases, same_on_every_rank
 from hypothesis import given
 from torch.profiler import ProfilerActivity, profile
 
-from specco.ops.branch_attention import Trunk, branch_attention, ring_attention
+from specco.ops.branch_attention import GATHER_BUDGET_BYTES, Trunk, branch_attention, ring_attention
 from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import naive_branch_attention
@@ -297,6 +297,14 @@ def test_bad_input_names_value_and_rule(name: str, mode: str):
 
     with pytest.raises(ValueError, match=message):
         attend()
+
+
+def test_auto_gathers_within_its_budget():
+    """The budget counts K, V and their float32 gradients of the whole trunk; meta tensors stand for the long one."""
+    layout = PackedLayout.build([0, 1024])
+    for num_kv_heads, mode in ((8, "gather"), (GATHER_BUDGET_BYTES // (1024 * 64 * 2 * 6) + 1, "ring")):
+        k = torch.empty(1024, num_kv_heads, 64, dtype=torch.bfloat16, device="meta")
+        assert Trunk(k, k, layout).mode == mode
 
 
 def test_unknown_mode_is_refused():

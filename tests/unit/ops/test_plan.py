@@ -58,7 +58,7 @@ def test_calls_cover_each_visible_pair_once(is_sampled: bool, window: int | None
         if query_pass.queries is None:
             rows = torch.arange(layout.num_rows)
         for source in range(2):
-            keys = layout.with_rank(source)
+            keys = PackedLayout.build(cu_seqlens, 2, source)
             num_queries = query_pass.num_queries
             hits = torch.zeros(len(rows) * num_queries, layout.num_rows, dtype=torch.int64)
             for call in query_pass.plan(source, layout.local_cu_seqlens[:-1]).calls:
