@@ -143,12 +143,15 @@ def _read_block_fields(path: Path, keys: dict[str, Any], family_keys: dict[str, 
     if set(layer_types) <= {FULL_ATTENTION}:
         layer_types = ()
     window = keys.get("sliding_window") if SLIDING_ATTENTION in layer_types else None
+    mask_token_id = family_keys.get("mask_token_id", keys.get("mask_token_id"))
+    if mask_token_id is None:
+        raise ValueError(f"{path}: mask_token_id is missing")
     mask_embedding = path.parent / "mask_embedding.pt"
     if mask_embedding.exists():
         raise ValueError(f"{mask_embedding} exists; the draft reads the policy's embedding of its mask token")
     return {
         "target_layer_ids": layer_ids,
-        "mask_token_id": family_keys.get("mask_token_id", keys.get("mask_token_id")),
+        "mask_token_id": mask_token_id,
         "num_hidden_layers": _get_key(path, keys, "num_hidden_layers"),
         "block_size": _get_key(path, keys, "block_size"),
         "layer_types": layer_types,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import random
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("eagle3",)
-"""Draft families that are served as they are trained, on every platform."""
+METHODS = tuple(vllm_mends.METHOD_MENDS)
+"""Draft families that are served as they are trained."""
+
+BLOCK_METHODS = {"dflash": -1, "dspark": 0}
+"""Tokens that a block draft drafts at most, over its block size, by vLLM's name of the family."""
 
 MAX_BATCHED_TOKENS = 8192
 """Prompt tokens of one engine step, unless one prompt needs more."""
@@ -55,7 +59,8 @@ class EngineConfig:
         policy_path: directory of the policy (config.json, safetensors).
         draft_path: directory of the draft; None: no speculation.
         method: vLLM's name of the draft family, one of ``METHODS``.
-        num_speculative_tokens: draft tokens a verification.
+        num_speculative_tokens: draft tokens a verification. A block draft is served as it was trained with all tokens
+            of its block; with fewer, its queries see fewer masks.
         draft_sample_method: "probabilistic" accepts with 1 - TV, "greedy" proposes the draft's argmax.
         dtype: of weights, activations and KV cache in the engine.
         max_model_len: prompt, response and headroom for ``num_speculative_tokens + 1``, in tokens.
@@ -87,6 +92,14 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not (Path(path) / "config.json").is_file():
                 raise ValueError(f"{name} is {path!r}, which is no directory with a config.json")
+        if self.draft_path is not None and self.method in BLOCK_METHODS:
+            block_size = json.loads((Path(self.draft_path) / "config.json").read_text())["block_size"]
+            most = block_size + BLOCK_METHODS[self.method]
+            if self.num_speculative_tokens > most:
+                raise ValueError(
+                    f"num_speculative_tokens is {self.num_speculative_tokens}; a {self.method} draft of block_size="
+                    f"{block_size} drafts at most {most}"
+                )
 
     @property
     def headroom(self) -> int:
@@ -201,6 +214,8 @@ class RolloutEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core lives in this process, always
+        if config.draft_path is not None:
+            vllm_mends.check_method(config.method, vllm_mends.get_vllm_version(), vllm_mends.is_cpu_build())
         vllm_mends.apply_mends()
         vllm_mends.keep_process_groups()
         self.config = config

@@ -2,10 +2,8 @@
 
 Every mend replaces one function or flag of vLLM from outside. They are applied by ``apply_mends`` alone: by the rollout
 engine before it builds vLLM, and by the ``vllm.general_plugins`` entry point in vLLM's own worker processes. On other
-platforms, and for versions that nobody checked, nothing is touched; ``check_sampled_speculation`` then refuses the one
-use that would give wrong samples without a word.
-
-A mend for the block drafters (one k_norm weight a layer, DSpark on the V1 runner) is one more entry of ``MENDS``.
+platforms, and for versions that nobody checked, nothing is touched; ``check_sampled_speculation`` and
+``check_method`` then refuse the uses that would give wrong samples, or wrong drafts, without a word.
 """
 
 from __future__ import annotations
@@ -92,6 +90,21 @@ def _never_pack(n: int, k: int, dtype: torch.dtype) -> bool:
     return False
 
 
+def normalize_context_keys(model: Any, keys: Tensor) -> Tensor:
+    """Return a block draft's context keys under the k_norm of each layer.
+
+    Args:
+        model: vLLM's ``DFlashQwen3Model``.
+        keys: ``[layers, context rows, heads, H]``.
+    """
+    from vllm import _custom_ops
+
+    out = torch.empty_like(keys)
+    for layer_out, layer_keys, weight in zip(out, keys, model._k_norm_weights, strict=True):
+        _custom_ops.rms_norm(layer_out, layer_keys.contiguous(), weight, model._rms_norm_eps)
+    return out
+
+
 def _replace(owner: object, name: str, value: object) -> None:
     """Set an attribute that must exist: a mend of something that is gone would mend nothing."""
     if not hasattr(owner, name):
@@ -125,6 +138,37 @@ def _mend_token_ranks() -> None:
     _replace(sampler, "batched_count_greater_than", count_not_below)
 
 
+def _mend_context_keys() -> None:
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    _replace(DFlashQwen3Model, "_normalize_context_k", normalize_context_keys)
+
+
+def _mend_dspark() -> None:
+    from vllm.config import SpeculativeConfig, VllmConfig
+    from vllm.v1.worker import gpu_model_runner
+    from vllm.v1.worker.gpu.spec_decode.eagle.eagle3_utils import get_eagle3_aux_layers_from_config
+
+    from specco.rl.vllm_dspark import BlockProposer
+
+    if gpu_model_runner.DFlashProposer is BlockProposer:
+        return  # done before
+    list_unsupported = VllmConfig._get_v1_model_runner_unsupported_features
+    _replace(
+        VllmConfig,
+        "_get_v1_model_runner_unsupported_features",
+        lambda config: [name for name in list_unsupported(config) if name != "dspark speculative decoding"],
+    )
+    _replace(SpeculativeConfig, "use_dflash", lambda config: config.method in ("dflash", "dspark"))
+    _replace(gpu_model_runner, "DFlashProposer", BlockProposer)
+    # the runner's own look-up passes over the key of DSpark and falls back to default layers
+    _replace(
+        gpu_model_runner.GPUModelRunner,
+        "_get_eagle3_aux_layers_from_config",
+        lambda runner: get_eagle3_aux_layers_from_config(runner.speculative_config),
+    )
+
+
 EXPAND_BATCH_TO_TOKENS = Mend(
     name="expand_batch_to_tokens",
     reason="the CPU stand-in writes into a copy, so that temperature, top-k and top-p of verified tokens are "
@@ -152,7 +196,22 @@ TOKEN_RANKS = Mend(
     versions=frozenset({"0.32.0"}),
     apply=_mend_token_ranks,
 )
-MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, REBIND_KERNELS, TOKEN_RANKS)
+CONTEXT_KEYS = Mend(
+    name="context_keys",
+    reason="the CPU's rms_norm takes the k_norm weight of the first layer for every layer of a DFlash or DSpark draft, "
+    "whose drafts are then wrong",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_context_keys,
+)
+DSPARK = Mend(
+    name="dspark",
+    reason="the one model runner of the CPU build refuses DSpark and would tap default layers",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_dspark,
+)
+MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, REBIND_KERNELS, TOKEN_RANKS, CONTEXT_KEYS, DSPARK)
+METHOD_MENDS = {"eagle3": (), "dflash": (CONTEXT_KEYS,), "dspark": (CONTEXT_KEYS, DSPARK)}
+"""Mends without which a CPU build does not serve a draft family as it is trained, by vLLM's name of the family."""
 
 
 def get_vllm_version() -> str:
@@ -205,6 +264,20 @@ def check_sampled_speculation(version: str, is_cpu: bool) -> None:
             f"speculative decoding at temperature > 0 is refused on vLLM {version} (CPU): {mend.reason}; the mend was "
             f"checked on {', '.join(sorted(mend.versions))} only. Use temperature 0, no draft, or a checked version."
         )
+
+
+def check_method(method: str, version: str, is_cpu: bool) -> None:
+    """Refuse a draft family on a CPU build that was not checked for it.
+
+    Raises:
+        RuntimeError: ``version`` is not among those that a mend of ``METHOD_MENDS`` was checked on.
+    """
+    for mend in METHOD_MENDS[method]:
+        if is_cpu and version not in mend.versions:
+            raise RuntimeError(
+                f"method {method!r} is refused on vLLM {version} (CPU): {mend.reason}; the mend was checked on "
+                f"{', '.join(sorted(mend.versions))} only"
+            )
 
 
 def keep_process_groups() -> None:

@@ -6,7 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from importlib.metadata import entry_points
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +82,53 @@ class TestFaults:
         x = torch.rand(5, 9)
         eager = batched_count_greater_than._torchdynamo_orig_callable  # there is one: it is compiled
         assert torch.equal(vllm_mends.count_not_below(x, x[:, 3:4]), eager(x, x[:, 3:4]))
+
+    def test_context_keys_are_normed_by_the_first_layers_weight(self):
+        from vllm import _custom_ops
+
+        keys, weights = torch.randn(3, 5, 2, 32), 1 + torch.rand(3, 32)
+        expected = torch.nn.functional.rms_norm(keys, (32,), eps=1e-6) * weights[:, None, None]
+        faulty = torch.empty_like(keys)
+        _custom_ops.rms_norm(faulty, keys, weights, 1e-6)
+        model = SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6)
+        mended = vllm_mends.normalize_context_keys(model, keys)
+        assert float((faulty[0] - expected[0]).abs().max()) < 1e-5
+        assert float((faulty[1:] - expected[1:]).abs().max()) > 0.1
+        assert float((mended - expected).abs().max()) < 1e-5
+
+    def test_dspark_is_refused_and_its_taps_are_passed_over(self):
+        """In a process of its own, which nothing has mended."""
+        program = (
+            "from types import SimpleNamespace as N\n"
+            "from vllm.config import VllmConfig\n"
+            "from vllm.v1.worker.gpu_model_runner import GPUModelRunner\n"
+            "speculative = N(method='dspark', enable_adaptive_verification=False,"
+            " draft_model_config=N(hf_config=N(target_layer_ids=[1, 3])))\n"
+            "parallel = N(prefill_context_parallel_size=1, pipeline_parallel_size=1,"
+            " enable_batch_sharded_sampling=False)\n"
+            "config = N(model_config=None, parallel_config=parallel, scheduler_config=N(async_scheduling=False),"
+            " speculative_config=speculative, _dflash_needs_multi_kv_group=lambda: False,"
+            " _is_dflash_candidate_draft=lambda: False)\n"
+            "runner = N(speculative_config=speculative)\n"
+            "def show(): print('found', VllmConfig._get_v1_model_runner_unsupported_features(config),"
+            " GPUModelRunner._get_eagle3_aux_layers_from_config(runner))\n"
+            "show()\n"
+            "from specco.rl import vllm_mends\n"
+            "vllm_mends.DSPARK.apply(); vllm_mends.DSPARK.apply()\n"
+            "show()\n"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        )
+        found = [line for line in result.stdout.splitlines() if line.startswith("found")]
+        assert found == ["found ['dspark speculative decoding'] None", "found [] (2, 4)"]
+
+    def test_unchecked_versions_refuse_block_drafts(self):
+        with pytest.raises(RuntimeError, match=r"method 'dflash' is refused on vLLM 0\.31\.9 \(CPU\).*k_norm"):
+            vllm_mends.check_method("dflash", "0.31.9", is_cpu=True)
+        allowed = (("eagle3", "0.31.9", True), ("dspark", "0.31.9", False), ("dspark", "0.32.0", True))
+        for method, version, is_cpu in allowed:
+            vllm_mends.check_method(method, version, is_cpu)
 
 
 class TestReach:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specco.drafts.base import Draft, DraftConfig, DraftRows
@@ -138,3 +141,17 @@ def compute_gradients(draft: Draft, microbatches: Sequence[Sequence[Document]]) 
     for documents in microbatches:
         compute_loss_sums(draft, documents).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in draft.named_parameters()}
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    """Rewrite keys of config.json; None drops one."""
+    path = directory / "config.json"
+    keys = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in keys.items() if value is not None}))
+
+
+def change_weights(directory: Path, change_fn: Callable[[dict[str, Tensor]], Any]) -> None:
+    """Rewrite model.safetensors by a function of its dict."""
+    weights = load_file(directory / "model.safetensors")
+    change_fn(weights)
+    save_file(weights, directory / "model.safetensors")

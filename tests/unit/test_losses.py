@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specco.losses import LossTerms, compute_draft_loss
+from specco.losses import LossTerms, compute_confidence_loss, compute_decay_weights, compute_draft_loss
 
 
 def make_rows(num_rows: int, vocab_size: int = 13, dtype: torch.dtype = torch.float64) -> dict[str, Tensor | int]:
@@ -116,6 +116,72 @@ class TestGradient:
         # bfloat16 keeps 8 bits: two roundings, of the difference and of its product with the weight
         gradient, exact = rows["draft_logits"].grad.double(), wide["draft_logits"].grad
         torch.testing.assert_close(gradient, exact, rtol=2**-6, atol=1e-12)
+
+
+TERMS = {
+    "label_cross_entropy": lambda p, q, label: -q[label].log(),
+    "l1": lambda p, q, label: (p - q).abs().sum(),
+    "log_acceptance": lambda p, q, label: -torch.minimum(p, q).sum().log(),
+    "soft_cross_entropy": lambda p, q, label: -(p * q.log()).sum(),
+}
+
+
+class TestTerms:
+    @pytest.mark.parametrize(
+        "terms",
+        [{name: 1.0} for name in TERMS]
+        + [{"label_cross_entropy": 0.1, "l1": 0.9}, dict.fromkeys(TERMS, 0.7), {"soft_cross_entropy": 0.5}],
+        ids=str,
+    )
+    def test_value_and_gradient_of_plain_autograd(self, terms):
+        rows = make_rows(20)
+        logits = rows["draft_logits"].requires_grad_()
+        expected = torch.zeros(4, dtype=torch.float64)
+        for i in range(20):
+            p, q = rows["teacher_logits"][i].softmax(0), logits[i].softmax(0)
+            loss = sum(factor * TERMS[name](p, q, rows["labels"][i]) for name, factor in terms.items())
+            expected = expected.index_add(0, rows["slot_ids"][i : i + 1], (rows["weights"][i] * loss)[None])
+        factors = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+        (expected_gradient,) = torch.autograd.grad((expected * factors).sum(), logits)
+        loss_sums, stats = compute(rows, **terms)
+        (gradient,) = torch.autograd.grad((loss_sums * factors).sum(), logits)
+        torch.testing.assert_close(loss_sums, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
+        for name, value in compute(make_rows(20))[1].items():
+            torch.testing.assert_close(stats[name], value, rtol=0, atol=1e-12)
+
+    def test_distributions_apart_give_no_nan(self):
+        rows = make_rows(4, dtype=torch.float32)
+        rows["teacher_logits"] = torch.zeros(4, 13).index_fill(1, torch.tensor([0]), 1e4)
+        rows["draft_logits"] = torch.zeros(4, 13).index_fill(1, torch.tensor([1]), 1e4).requires_grad_()
+        loss_sums, _ = compute(rows, log_acceptance=1.0, l1=1.0)
+        loss_sums.sum().backward()
+        assert bool(loss_sums.isfinite().all())
+        assert bool(rows["draft_logits"].grad.isfinite().all())
+
+    @pytest.mark.parametrize("terms", [{}, {"l1": -0.5, "label_cross_entropy": 1.0}], ids=str)
+    def test_no_term_and_negative_ones_are_refused(self, terms):
+        with pytest.raises(ValueError, match="loss terms are"):
+            LossTerms(**terms)
+
+
+class TestConfidence:
+    def test_value_and_gradient(self):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(9, generator=generator, dtype=torch.float64, requires_grad=True)
+        acceptance = torch.rand(9, generator=generator, dtype=torch.float64, requires_grad=True)
+        weights, slot_ids = torch.rand(9, generator=generator, dtype=torch.float64), torch.arange(9) % 3
+        sums = compute_confidence_loss(logits, acceptance, weights=weights, slot_ids=slot_ids, num_slots=4)
+        c, a = logits.detach().sigmoid(), acceptance.detach()
+        rows = -weights * (a * c.log() + (1 - a) * (1 - c).log())
+        assert sums.tolist() == pytest.approx([float(rows[slot::3].sum()) for slot in range(3)] + [0.0], abs=1e-12)
+        sums.sum().backward()
+        torch.testing.assert_close(logits.grad, weights * (c - a), rtol=0, atol=1e-12)
+        assert acceptance.grad is None
+
+
+def test_decay_starts_at_one():
+    assert compute_decay_weights(3, 4.0).tolist() == pytest.approx([1.0, 0.7788007830714049, 0.6065306597126334])
 
 
 def test_shapes_that_differ_are_refused():

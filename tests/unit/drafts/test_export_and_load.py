@@ -6,8 +6,17 @@ import json
 
 import pytest
 import torch
-from helpers.draft_cases import VOCAB_SIZE, make_config, make_document, make_draft, make_embedding_table, run_draft
-from safetensors.torch import load_file, save_file
+from helpers.draft_cases import (
+    VOCAB_SIZE,
+    change_config,
+    change_weights,
+    make_config,
+    make_document,
+    make_draft,
+    make_embedding_table,
+    run_draft,
+)
+from safetensors.torch import load_file
 
 from specco.drafts.export import iterate_weights, save_draft
 from specco.drafts.load import load_draft, load_weights, read_draft_config
@@ -27,20 +36,6 @@ WEIGHT_NAMES = {
     "midlayer.self_attn.v_proj.weight",
     "norm.weight",
 }
-
-
-def change_config(directory, **changes):
-    """Rewrite keys of config.json; None drops one."""
-    path = directory / "config.json"
-    keys = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in keys.items() if value is not None}))
-
-
-def change_weights(directory, change_fn):
-    """Rewrite model.safetensors by a function of its dict."""
-    weights = load_file(directory / "model.safetensors")
-    change_fn(weights)
-    save_file(weights, directory / "model.safetensors")
 
 
 @pytest.fixture

@@ -77,8 +77,16 @@ class TestConfigs:
 
     def test_only_families_that_are_served_right(self, tmp_path):
         (tmp_path / "config.json").write_text("{}")
-        with pytest.raises(ValueError, match="method is 'dflash'; allowed are"):
-            EngineConfig(policy_path=str(tmp_path), method="dflash")
+        with pytest.raises(ValueError, match="method is 'medusa'; allowed are"):
+            EngineConfig(policy_path=str(tmp_path), method="medusa")
+
+    @pytest.mark.parametrize(("method", "most"), [("dflash", 7), ("dspark", 8)])
+    def test_no_more_tokens_than_a_block_has(self, tmp_path, method, most):
+        (tmp_path / "config.json").write_text('{"block_size": 8}')
+        fields = {"policy_path": str(tmp_path), "draft_path": str(tmp_path), "method": method}
+        assert EngineConfig(**fields, num_speculative_tokens=most).headroom == most + 1
+        with pytest.raises(ValueError, match=f"num_speculative_tokens is {most + 1}; a {method} draft.*at most {most}"):
+            EngineConfig(**fields, num_speculative_tokens=most + 1)
 
     def test_paths_hold_a_model(self, tmp_path):
         with pytest.raises(ValueError, match="policy_path"):

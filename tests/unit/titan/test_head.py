@@ -6,10 +6,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from specco.drafts.base import Draft, DraftConfig, DraftRows
+from specco.drafts.dspark.config import DSparkConfig
+from specco.drafts.dspark.model import DSparkDraft
 from specco.packing import PackedTokens, pack_documents
 from specco.titan.head import HeadLinear, HeadPlan, compute_head_loss
 
 NUM_SLOTS, WIDTH, VOCAB = 3, 16, 11
+SHAPE = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "vocab_size": VOCAB,
+    "target_layer_ids": (0,),
+}
 
 
 class WeightedLoss:
@@ -24,16 +35,7 @@ class WeightedLoss:
 
 class FakeDraft(Draft):
     def __init__(self) -> None:
-        config = DraftConfig(
-            hidden_size=WIDTH,
-            intermediate_size=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=2,
-            vocab_size=VOCAB,
-            target_layer_ids=(0,),
-        )
-        super().__init__(config, num_slots=NUM_SLOTS)
+        super().__init__(DraftConfig(**SHAPE), num_slots=NUM_SLOTS)
         self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False, dtype=torch.float64)
 
 
@@ -107,6 +109,31 @@ def test_loss_and_gradients_equal_dense(chunk_rows: int, has_own_head: bool) -> 
     for grad, wanted in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
     assert not any(value.isnan().any() for value in stats.draft_rows.values()), "a draft row was left out"
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 4, 1000])
+def test_further_heads_of_a_draft_get_their_gradients(chunk_rows: int) -> None:
+    """DSpark's Markov and confidence heads, against its loss of all rows at once."""
+    torch.manual_seed(chunk_rows)
+    config = DSparkConfig(
+        **SHAPE, num_hidden_layers=1, block_size=NUM_SLOTS, mask_token_id=VOCAB - 1, markov_rank=5, num_anchors=3
+    )
+    tokens, head, draft = make_tokens(3), make_head().requires_grad_(False), DSparkDraft(config).double()
+    torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
+    rows = make_rows(tokens)
+    hidden = torch.randn(1, tokens.num_tokens, WIDTH, dtype=torch.float64)
+    plan = HeadPlan(tokens, None, draft_scale=0.7, chunk_rows=chunk_rows)
+    loss, stats = compute_head_loss(head, hidden, plan, draft, rows)
+    inputs = [rows.hidden, *draft.get_head_parameters()]
+    teacher = head(hidden[0])[rows.teacher_rows]
+    expected_sums, expected_rows = draft.compute_loss(rows, teacher, head.weight)
+    torch.testing.assert_close(loss, 0.7 * expected_sums.sum(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(stats.draft_rows["tv"], expected_rows["tv"], rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad(0.7 * expected_sums.sum(), inputs)
+    assert len(expected) == 5
+    for grad, wanted in zip(torch.autograd.grad(loss, inputs), expected, strict=True):
+        assert wanted.any()
+        torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("draft_scale", [0.0, 0.7])
