@@ -85,7 +85,7 @@ def _attend(
 
 @_attend.register_fake
 def _(q, k, v, k_branch, v_branch, sinks, *others):
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
 @torch.library.custom_op("specco::attend_backward", mutates_args=())
@@ -123,7 +123,7 @@ def _attend_backward(
     # An op returns tensors, never None, and no two of them share memory: what is absent is empty.
     dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
     dbranch = [
-        grads[0] if grads else q.new_empty(0) if given is None else torch.zeros_like(given)
+        grads[0] if grads else q.new_empty(0) if given is None else given.new_zeros(given.shape)
         for grads, given in ((dkeys, k_branch), (dvalues, v_branch))
     ]
     return dq, dk, dv, dbranch[0], dbranch[1], dsinks
@@ -131,8 +131,10 @@ def _attend_backward(
 
 @_attend_backward.register_fake
 def _(dout, out, lse, q, k, v, k_branch, v_branch, sinks, *others):
-    absent = [q.new_empty(0) if given is None else torch.empty_like(given) for given in (k_branch, v_branch, sinks)]
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *absent
+    absent = [
+        q.new_empty(0) if given is None else given.new_empty(given.shape) for given in (k_branch, v_branch, sinks)
+    ]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *absent
 
 
 def _setup_context(ctx, inputs, output):

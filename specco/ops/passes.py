@@ -90,13 +90,14 @@ class QueryPass:
         return x.transpose(2, 3).reshape(x.shape[0] * num_queries * num_groups, num_kv_heads, *x.shape[4:])
 
     def from_rows(self, rows: Tensor, shape: torch.Size, fill: float) -> Tensor:
-        """Undo :meth:`to_rows`; branches that have no row get ``fill``."""
+        """Undo :meth:`to_rows`, contiguous; branches that have no row get ``fill``."""
         num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
         if self.queries is None:
-            return rows.view(shape[0], num_kv_heads, num_queries, num_groups, *shape[3:]).transpose(1, 2).reshape(shape)
+            rows = rows.view(shape[0], num_kv_heads, num_queries, num_groups, *shape[3:]).transpose(1, 2)
+            return rows.reshape(shape).contiguous()
         num_branches = rows.shape[0] // (num_queries * num_groups)
         rows = rows.view(num_branches, num_queries, num_groups, num_kv_heads, *shape[3:]).transpose(2, 3)
-        rows = rows.reshape(num_branches, *shape[1:])
+        rows = rows.reshape(num_branches, *shape[1:]).contiguous()
         if self.order is None:
             return rows
         return rows.new_full(shape, fill).index_copy_(0, self.order.to(rows.device), rows)
@@ -218,8 +219,8 @@ def forward_pass(
         is_final = query_pass.is_final(plan)
         is_whole = is_final and len(plan.calls) == 1
         if not partial and not is_whole:
-            new_like = torch.empty_like if plan.covers_all else torch.zeros_like
-            partial.append(new_like(rows, dtype=q.dtype if is_final else dtype))
+            new = torch.empty if plan.covers_all else torch.zeros
+            partial.append(new(rows.shape, dtype=q.dtype if is_final else dtype, device=q.device))
             partial.append(torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=q.device))
         for call in plan.calls:
             part_out, part_lse = query_pass.backend.forward(
@@ -269,7 +270,8 @@ def backward_pass(
         is_final = query_pass.is_final(plan)
         is_whole = is_final and len(plan.calls) == 1
         if not dq and not is_whole:
-            dq.append(torch.zeros_like(q_rows, dtype=q.dtype if is_final else accumulator_dtype(q.dtype)))
+            dq_dtype = q.dtype if is_final else accumulator_dtype(q.dtype)
+            dq.append(torch.zeros(q_rows.shape, dtype=dq_dtype, device=q.device))
         contributions: Contributions = []
         for call in plan.calls:
             part_dq, part_dk, part_dv = query_pass.backend.backward(

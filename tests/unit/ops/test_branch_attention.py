@@ -224,6 +224,15 @@ def test_registered_op_passes_opcheck():
     torch.library.opcheck(torch.ops.specco.attend.default, (*plain, *arguments[9:12], True, None, None, 0.3, "auto"))
 
 
+def test_registered_op_passes_opcheck_with_any_strides():
+    q = torch.randn(12, 2, 4, 6, dtype=torch.float64).transpose(1, 2)[..., :4].requires_grad_()
+    k, v = (torch.randn(12, 4, 2, dtype=torch.float64).transpose(1, 2).requires_grad_() for _ in range(2))
+    own = torch.randn(12, 1, 4, 2, dtype=torch.float64).transpose(2, 3).requires_grad_()
+    absent = [None] * 4
+    options = (torch.tensor([0, 5, 12], dtype=torch.int32), 1, 0, True, None, None, 0.3, "auto")
+    torch.library.opcheck(torch.ops.specco.attend.default, (q, k, v, own, own.detach(), *absent, *options))
+
+
 class TwoCalls(torch.nn.Module):
     def __init__(self, layout: PackedLayout) -> None:
         super().__init__()
