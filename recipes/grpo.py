@@ -132,9 +132,11 @@ class Grpo(Configurable):
         self.environment = CarryEnvironment(seed=derive_seed(config.seed, 1))
         self.validation_environment = CarryEnvironment(seed=derive_seed(0, 2))
         # built first: a wrong path or size is refused before anything is loaded
+        draft_config = None if config.arm == "none" else read_draft_config(draft_path)
         engine_config = EngineConfig(
             policy_path=policy_path,
-            draft_path=None if config.arm == "none" else draft_path,
+            draft_path=None if draft_config is None else draft_path,
+            method="eagle3" if draft_config is None else draft_config.method,
             num_speculative_tokens=config.num_speculative_tokens,
             draft_sample_method=config.draft_sample_method,
             max_model_len=self._get_max_model_len(),
@@ -145,7 +147,7 @@ class Grpo(Configurable):
         config.learner.model_spec = make_model_spec(
             read_policy_config(policy_path),
             flavor=Path(policy_path).parent.name,
-            draft=read_draft_config(draft_path) if is_cotrained else None,
+            draft=draft_config if is_cotrained else None,
         )
         if not is_cotrained:
             config.learner.draft_path = ""

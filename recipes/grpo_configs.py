@@ -40,6 +40,22 @@ def tiny_eagle3_deep() -> Grpo.Config:
     return config
 
 
+def tiny_dflash() -> Grpo.Config:
+    """The demo with a DFlash draft."""
+    config = tiny_eagle3()
+    config.name, config.num_speculative_tokens = "tiny_dflash", 4
+    config.learner.draft_path = "runs/tiny_dflash_draft/draft"
+    return config
+
+
+def tiny_dspark() -> Grpo.Config:
+    """The demo with a DSpark draft."""
+    config = tiny_eagle3()
+    config.name, config.num_speculative_tokens = "tiny_dspark", 4
+    config.learner.draft_path = "runs/tiny_dspark_draft/draft"
+    return config
+
+
 def smoke() -> Grpo.Config:
     """Four layers and three steps: what a test runs end to end."""
     config = tiny_eagle3()
@@ -51,4 +67,10 @@ def smoke() -> Grpo.Config:
     return config
 
 
-CONFIGS = {"tiny_eagle3": tiny_eagle3, "tiny_eagle3_deep": tiny_eagle3_deep, "smoke": smoke}
+CONFIGS = {
+    "tiny_eagle3": tiny_eagle3,
+    "tiny_eagle3_deep": tiny_eagle3_deep,
+    "tiny_dflash": tiny_dflash,
+    "tiny_dspark": tiny_dspark,
+    "smoke": smoke,
+}

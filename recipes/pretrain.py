@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 -m specco.titan.train --module recipes.pretrain --config tiny_policy
     torchrun --nproc-per-node 2 -m specco.titan.train --module recipes.pretrain --config tiny_eagle3_draft
 
-The policy ends in ``runs/tiny_policy/policy``, the draft in ``runs/tiny_eagle3_draft/draft``; ``smoke_policy`` and
-``smoke_eagle3_draft`` do the same in seconds, with a policy that has learnt nothing. Any field can be set on the
+The policy ends in ``runs/tiny_policy/policy``, the draft in ``runs/tiny_eagle3_draft/draft``; ``tiny_dflash_draft`` and
+``tiny_dspark_draft`` are the other families' drafts for it. ``smoke_policy`` and ``smoke_eagle3_draft`` do the same in
+seconds, with a policy that has learnt nothing. Any field can be set on the
 command line as in torchtitan, for example ``--training.steps 100``.
 """
 
@@ -28,6 +29,9 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, VOCAB_SIZE, CarryEnvironment, CarrySamples, save_tokenizer
+from specco.drafts.base import DraftConfig
+from specco.drafts.dflash.config import DFlashConfig
+from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.packing import PackedTokens, pack_documents
 from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig
@@ -208,7 +212,7 @@ def make_policy_config(name: str, flavor: str, *, steps: int, batch_size: int) -
 
 
 def make_draft_config(
-    name: str, flavor: str, draft: Eagle3Config, *, policy_path: str, steps: int, batch_size: int, num_samples: int
+    name: str, flavor: str, draft: DraftConfig, *, policy_path: str, steps: int, batch_size: int, num_samples: int
 ) -> DraftTrainer.Config:
     """Config of a draft's pre-training on a frozen policy, run in ``runs/NAME``."""
     return DraftTrainer.Config(
@@ -228,18 +232,22 @@ def make_draft_config(
     )
 
 
-def make_eagle3_config(flavor: str, target_layer_ids: tuple[int, ...]) -> Eagle3Config:
-    """An EAGLE-3 draft of one layer as wide as the policy's, three passes."""
+def make_shape(flavor: str, target_layer_ids: tuple[int, ...]) -> dict[str, Any]:
+    """Fields of a draft with layers like the policy's. An EAGLE-3 draft has one layer and, by default, three passes."""
     sizes = FLAVORS[flavor]
-    return Eagle3Config(
-        hidden_size=sizes["dim"],
-        intermediate_size=sizes["hidden_dim"],
-        num_attention_heads=sizes["num_heads"],
-        num_key_value_heads=sizes["num_kv_heads"],
-        head_dim=sizes["head_dim"],
-        vocab_size=VOCAB_SIZE,
-        target_layer_ids=target_layer_ids,
-    )
+    return {
+        "hidden_size": sizes["dim"],
+        "intermediate_size": sizes["hidden_dim"],
+        "num_attention_heads": sizes["num_heads"],
+        "num_key_value_heads": sizes["num_kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "vocab_size": VOCAB_SIZE,
+        "target_layer_ids": target_layer_ids,
+    }
+
+
+BLOCKS: dict[str, Any] = {"num_hidden_layers": 2, "mask_token_id": VOCAB_SIZE - 1, "num_anchors": 16}
+"""Fields of the block drafts: two layers; the mask is a token that no sample has; a third of a response's rows."""
 
 
 def tiny_policy() -> PolicyTrainer.Config:
@@ -252,7 +260,33 @@ def tiny_eagle3_draft() -> DraftTrainer.Config:
     return make_draft_config(
         "tiny_eagle3_draft",
         "tiny",
-        make_eagle3_config("tiny", (1, 3, 6)),
+        Eagle3Config(**make_shape("tiny", (1, 3, 6))),
+        policy_path="runs/tiny_policy/policy",
+        steps=150,
+        batch_size=48,
+        num_samples=1500,
+    )
+
+
+def tiny_dflash_draft() -> DraftTrainer.Config:
+    """A DFlash draft for the demo's policy, four tokens a block."""
+    return make_draft_config(
+        "tiny_dflash_draft",
+        "tiny",
+        DFlashConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=5),
+        policy_path="runs/tiny_policy/policy",
+        steps=150,
+        batch_size=48,
+        num_samples=1500,
+    )
+
+
+def tiny_dspark_draft() -> DraftTrainer.Config:
+    """A DSpark draft for the demo's policy, four tokens a block."""
+    return make_draft_config(
+        "tiny_dspark_draft",
+        "tiny",
+        DSparkConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=4, markov_rank=16),
         policy_path="runs/tiny_policy/policy",
         steps=150,
         batch_size=48,
@@ -270,7 +304,7 @@ def smoke_eagle3_draft() -> DraftTrainer.Config:
     return make_draft_config(
         "smoke_eagle3_draft",
         "smoke",
-        make_eagle3_config("smoke", (0, 1, 2)),
+        Eagle3Config(**make_shape("smoke", (0, 1, 2))),
         policy_path="runs/smoke_policy/policy",
         steps=15,
         batch_size=16,

@@ -2,12 +2,22 @@
 
 from itertools import islice
 
+import pytest
 import torch
 from torchtitan.components.loss import IGNORE_INDEX
 
 from recipes import pretrain
 from recipes.carry import CarrySamples
-from recipes.pretrain import CarryLoader, RolloutLoader, pack_samples, smoke_eagle3_draft, smoke_policy, tiny_policy
+from recipes.pretrain import (
+    CarryLoader,
+    RolloutLoader,
+    pack_samples,
+    smoke_eagle3_draft,
+    smoke_policy,
+    tiny_dflash_draft,
+    tiny_dspark_draft,
+    tiny_policy,
+)
 
 
 def build_loader(config, *, rank=0, num_ranks=1, batch_size=4):
@@ -74,3 +84,12 @@ def test_configs_are_made_without_files():
     draft = smoke_eagle3_draft()
     assert draft.model_spec.model.is_frozen
     assert draft.hf_assets_path == draft.dataloader.policy_path == "runs/smoke_policy/policy"
+
+
+@pytest.mark.parametrize("make_config", [tiny_dflash_draft, tiny_dspark_draft])
+def test_block_drafts_mask_with_a_token_that_no_sample_has(make_config):
+    draft = make_config().model_spec.model.draft
+    loader = build_loader(CarryLoader.Config(seed=0))
+    assert all(draft.mask_token_id not in inputs["input"] for inputs, _ in islice(loader, 20))
+    assert draft.num_predictions == 4
+    assert max(draft.target_layer_ids) < len(make_config().model_spec.model.layers)
