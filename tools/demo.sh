@@ -8,6 +8,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup.sh
 
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning}
 RANKS=${RANKS:-2}
 ARMS=none,frozen,cotrain
 if [ "${1:-}" = --arms ]; then
