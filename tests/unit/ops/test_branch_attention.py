@@ -81,6 +81,20 @@ def test_rows_without_a_visible_key_are_empty():
     assert torch.equal(grads[0][[0, 3]], torch.zeros(2, 1, 2, 8))
 
 
+def test_a_branch_that_sees_nothing_has_no_gradient():
+    """Two anchors on first rows, their own keys masked away and their gradient NaN, beside a branch that sees its keys."""
+    layout, anchors = PackedLayout.build([0, 3, 6]), torch.tensor([0, 3, 4])
+    q, k, own = (torch.randn(n, *s, requires_grad=True) for n, s in ((3, (2, 2, 8)), (6, (1, 8)), (3, (2, 1, 8))))
+    mask = torch.tensor([False, False, True])[:, None, None].expand(3, 2, 2)
+    out = branch_attention(q, k, k, own, own, anchors=anchors, layout=layout, trunk_inclusive=False, branch_mask=mask)
+    dout = torch.ones_like(out).index_fill_(0, torch.tensor([0, 1]), torch.nan)
+    grads = torch.autograd.grad(out, [q, k, own], dout)
+    assert all(bool(grad.isfinite().all()) for grad in grads)
+    assert not grads[0][:2].any()
+    assert not grads[2][:2].any()
+    assert bool(grads[2][2].any())
+
+
 @pytest.mark.parametrize("mode", ["ring", "gather"])
 def test_any_strides_are_taken(mode: str):
     """Slices of one projection, a transposed head dim, and the expanded gradient of a sum."""
