@@ -82,7 +82,7 @@ def test_rows_without_a_visible_key_are_empty():
 
 
 def test_a_branch_that_sees_nothing_has_no_gradient():
-    """Two anchors on first rows, their own keys masked away and their gradient NaN, beside a branch that sees its keys."""
+    """Anchors on first rows, own keys masked away, a gradient of NaN arriving, beside a branch that sees its keys."""
     layout, anchors = PackedLayout.build([0, 3, 6]), torch.tensor([0, 3, 4])
     q, k, own = (torch.randn(n, *s, requires_grad=True) for n, s in ((3, (2, 2, 8)), (6, (1, 8)), (3, (2, 1, 8))))
     mask = torch.tensor([False, False, True])[:, None, None].expand(3, 2, 2)
