@@ -224,7 +224,7 @@ class Draft(nn.Module):
 
     def get_head_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that ``compute_loss`` uses; ``forward`` uses all others."""
-        return [] if self.lm_head is None else [self.lm_head.weight]
+        return [] if self.lm_head is None else list(self.lm_head.parameters())
 
     def compute_logits(self, rows: DraftRows, policy_head: Tensor) -> Tensor:
         """Return the logits ``[r, V]`` of some rows.

@@ -1,4 +1,4 @@
-"""An EAGLE-3 draft over several ranks, FSDP2 or context-parallel: the start, gradients and files of one rank."""
+"""Drafts over several ranks, FSDP2 or context-parallel: the start, gradients and files of one rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from helpers.draft_cases import (
     Document,
     compute_gradients,
     compute_loss_sums,
+    embed_mask,
     make_config,
+    make_dflash_config,
     make_document,
     make_draft,
+    make_dspark_config,
     pack,
     run_draft,
     sum_losses,
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from specco.drafts.base import DraftConfig
 from specco.drafts.eagle3.model import Eagle3Draft
 from specco.drafts.export import save_draft
 from specco.drafts.load import load_draft, load_weights
@@ -39,13 +43,20 @@ PACKINGS = {
 }
 
 
+FAMILIES = {
+    "eagle3_norm_output": make_config(norm_output=True),
+    "dflash": make_dflash_config(),
+    "dflash_sliding": make_dflash_config(layer_types=("sliding_attention",) * 2, sliding_window=5),
+    "dspark": make_dspark_config(),
+}
+
+
 def make_documents(name: str) -> list[Document]:
     return [make_document(length, prompt, seed=i) for i, (length, prompt) in enumerate(PACKINGS[name])]
 
 
-def check_against_one_rank(name: str, *, norm_output: bool) -> None:
+def check_against_one_rank(name: str, config: DraftConfig) -> None:
     """Compare rows, loss sums and gradients of all ranks together with those of one rank."""
-    config = make_config(norm_output=norm_output)
     documents = make_documents(name)
     whole = run_draft(make_draft(config), documents)
     expected_sums = compute_loss_sums(make_draft(config), documents).detach()
@@ -56,7 +67,7 @@ def check_against_one_rank(name: str, *, norm_output: bool) -> None:
     taps, embeddings = (torch.cat([getattr(d, x) for d in documents]) for x in ("taps", "embeddings"))
     # what stands in padding rows must not matter
     local = [layout.shard(x) + 1e3 * (layout.global_rows < 0)[:, None] for x in (taps, embeddings)]
-    rows = draft(*local, tokens, layout, dist.group.WORLD)
+    rows = draft(*local, tokens, layout, dist.group.WORLD, embed_mask(draft))
     for i in range(rows.hidden.shape[0]):
         (match,) = ((whole.slot_ids == rows.slot_ids[i]) & (whole.branch_ids == rows.branch_ids[i])).nonzero()
         assert (whole.labels[match], whole.teacher_rows[match]) == (rows.labels[i], rows.teacher_rows[i])
@@ -142,10 +153,15 @@ class TestTwoRanks(GlooTestCase):
 
     @parametrize("name", list(PACKINGS))
     def test_context_parallel_equals_one_rank(self, name: str):
-        check_against_one_rank(name, norm_output=False)
+        check_against_one_rank(name, make_config())
 
-    def test_the_fed_back_row_may_be_normed(self):
-        check_against_one_rank("mixed", norm_output=True)
+    @parametrize("family", list(FAMILIES))
+    def test_context_parallel_of_other_families(self, family: str):
+        check_against_one_rank("mixed", FAMILIES[family])
+
+    @parametrize("name", ["one_target", "none"])
+    def test_ranks_without_blocks(self, name: str):
+        check_against_one_rank(name, make_dspark_config())
 
 
 @instantiate_parametrized_tests
@@ -154,4 +170,8 @@ class TestFourRanks(GlooTestCase):
 
     @parametrize("name", ["mixed", "one_target"])
     def test_context_parallel_equals_one_rank(self, name: str):
-        check_against_one_rank(name, norm_output=False)
+        check_against_one_rank(name, make_config())
+
+    @parametrize("family", ["dflash", "dspark"])
+    def test_context_parallel_of_block_drafts(self, family: str):
+        check_against_one_rank("mixed", FAMILIES[family])
