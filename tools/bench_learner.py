@@ -1,7 +1,7 @@
 """The learner's step against a plain PyTorch loop of the same model and batch, on the same threads, in turn.
 
-    torchrun --nproc-per-node 1 tools/bench_learner.py runs/tiny_policy/policy runs/tiny_eagle3_draft/draft
-    torchrun --nproc-per-node 2 tools/bench_learner.py ...
+    PYTHONPATH=. torchrun --nproc-per-node 1 tools/bench_learner.py runs/tiny_policy/policy runs/tiny_eagle3_draft/draft
+    PYTHONPATH=. torchrun --nproc-per-node 2 tools/bench_learner.py ...
 
 Both take the same samples; the plain loop adds its gradients up over ranks by one all-reduce. The first step of both is
 compared as well: same gradient norms, or the two do not compute the same.
@@ -73,13 +73,12 @@ def step_plain(
     """Take one step of the plain loop; return both gradient norms."""
     model.compute_loss(batch, loss_fn).backward()
     if dist.get_world_size() > 1:
-        flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in gradients])
         dist.all_reduce(flat)
         flat /= dist.get_world_size()
-        offset = 0
-        for p in model.parameters():
-            p.grad.copy_(flat[offset : offset + p.numel()].view_as(p))
-            offset += p.numel()
+        for grad, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            grad.copy_(part.view_as(grad))
     norms = {
         "policy": float(torch.nn.utils.clip_grad_norm_(model.policy.parameters(), 1.0)),
         "draft": float(torch.nn.utils.clip_grad_norm_(model.draft.parameters(), 1.0)),
@@ -100,6 +99,7 @@ def main() -> None:
     loss_fn = GrpoLoss()
     batch = make_batch(args.samples, dist.get_rank())
     lengths = batch["lengths"].tolist()
+    assert learner.draft is not None
     (tokens,) = pack_documents(
         [row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)],
         [row[:n] for row, n in zip(batch["response_mask"], lengths, strict=True)],

@@ -33,13 +33,13 @@ def read_mib(key: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
-def run_eagle3(trunk: Trunk, num_rows: int) -> list[Tensor]:
+def run_eagle3(trunk: Trunk, num_rows: int) -> list:
     keys, values = ([draw(num_rows, 1, 1, HEAD_DIM) for _ in range(TTT_STEPS - 1)] for _ in range(2))
     queries = [draw(num_rows, 1, 1, HEAD_DIM) for _ in range(TTT_STEPS)]
     return [trunk.attend(q, keys[:d], values[:d], trunk_inclusive=True) for d, q in enumerate(queries)]
 
 
-def run_dflash(trunk: Trunk, layout: PackedLayout) -> list[Tensor]:
+def run_dflash(trunk: Trunk, layout: PackedLayout) -> list:
     generator = torch.Generator().manual_seed(0)
     owners, rows = layout.locate(torch.randint(0, layout.num_tokens, (NUM_ANCHORS,), generator=generator))
     anchors = rows[owners == layout.cp_rank]
