@@ -99,7 +99,7 @@ def main() -> None:
     loss_fn = GrpoLoss()
     batch = make_batch(args.samples, dist.get_rank())
     lengths = batch["lengths"].tolist()
-    assert learner.draft is not None
+    draft_config = read_eagle3_config(args.draft_path)
     (tokens,) = pack_documents(
         [row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)],
         [row[:n] for row, n in zip(batch["response_mask"], lengths, strict=True)],
@@ -109,7 +109,7 @@ def main() -> None:
             "advantages": [a.expand(n) for a, n in zip(batch["advantages"], lengths, strict=True)],
         },
     )
-    plain = PlainModel(learner.policy.config, learner.policy_weights(), learner.draft.config, learner.draft_weights())
+    plain = PlainModel(learner.policy.config, learner.policy_weights(), draft_config, learner.draft_weights())
     groups = [{"params": plain.draft.parameters()}, {"params": plain.policy.parameters()}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True, **ADAM)
     metrics = learner.step([tokens], loss_fn)
