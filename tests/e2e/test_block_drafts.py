@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import engine_models
+from helpers.sample_test import run_sample_test
 from helpers.served_drafts import VOCAB_SIZE, WIDTH, PredictFn, check_drafts, make_policy
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
@@ -78,7 +80,7 @@ def build_engine(policy: tuple[Qwen3ForCausalLM, Path], draft: BlockDraft, path:
             method=draft.config.method,
             num_speculative_tokens=draft.num_slots,
             max_model_len=256,
-            max_num_seqs=4,
+            max_num_seqs=64,
             kv_cache_bytes=1 << 26,
         )
     )
@@ -140,5 +142,37 @@ def test_a_refit_of_one_weight_changes_the_served_drafts(policy, tmp_path, name)
             outputs = engine.generate([[1, 2, 3]], SamplingConfig(temperature=0.0, max_tokens=24))
             assert outputs[0][0].token_ids == response[0][0].token_ids
         assert name != "dspark" or engine._draft.model.confidence_head is not None, "a refit dropped the head"
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def trained_policy(tmp_path_factory) -> tuple[Qwen3ForCausalLM, Path]:
+    """A policy that learnt a stream, so that a draft can half follow it."""
+    directory = tmp_path_factory.mktemp("trained_policy")
+    model = engine_models.train_policy(num_steps=100)
+    model.save_pretrained(directory)
+    return model, directory
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_samples_follow_the_policy(trained_policy, tmp_path, method):
+    """Drafts are accepted in part; tokens of a wrong distribution would show in either statistic."""
+    blocks: dict[str, Any] = {"num_hidden_layers": 2, "mask_token_id": MASK_ID, "num_anchors": 8}
+    if method == "dflash":
+        draft = make_draft(DFlashConfig(**engine_models.SHAPE, **blocks, block_size=4), seed=1)
+    else:
+        draft = make_draft(DSparkConfig(**engine_models.SHAPE, **blocks, block_size=3, markov_rank=16), seed=1)
+    model, _ = trained_policy
+    engine_models.train_draft(draft, model, num_steps=150)
+    engine = build_engine(trained_policy, draft, tmp_path)
+    try:
+        for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
+            result = run_sample_test(engine, model, temperature, top_p)
+            acceptance = result.stats.num_accepted_tokens / result.stats.num_draft_tokens
+            print(f"{method} T={temperature} top_p={top_p}: z={result.z:.2f} p={result.p_value:.3f} {acceptance=:.3f}")
+            assert 0.1 < acceptance < 0.9
+            assert abs(result.z) < 4
+            assert result.p_value > 1e-4
     finally:
         engine.close()

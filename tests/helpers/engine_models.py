@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from specco.drafts.base import Draft
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.model import Eagle3Draft
 from specco.ops.layout import PackedLayout
@@ -72,27 +74,29 @@ def tap_policy(policy: Qwen3ForCausalLM, tokens: PackedTokens) -> tuple[Tensor, 
     return taps[is_real], out.hidden_states[0][is_real], out.logits[is_real]
 
 
+SHAPE: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": VOCAB_SIZE,
+    "target_layer_ids": TARGET_LAYER_IDS,
+    "max_position_embeddings": 512,
+}
+"""Fields of drafts that fit ``train_policy``'s model."""
+
+
 def make_draft(seed: int) -> Eagle3Draft:
-    """Return a draft with random weights that fits ``train_policy``'s model."""
-    config = Eagle3Config(
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=128,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCAB_SIZE,
-        target_layer_ids=TARGET_LAYER_IDS,
-        max_position_embeddings=512,
-        ttt_steps=TTT_STEPS,
-    )
-    draft = Eagle3Draft(config)
+    """Return an EAGLE-3 draft with random weights."""
+    draft = Eagle3Draft(Eagle3Config(**SHAPE, ttt_steps=TTT_STEPS))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         draft.init_weights()
     return draft
 
 
-def train_draft(draft: Eagle3Draft, policy: Qwen3ForCausalLM, num_steps: int) -> None:
+def train_draft(draft: Draft, policy: Qwen3ForCausalLM, num_steps: int) -> None:
     """Train ``draft`` in place on the stream, by its own passes and loss."""
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
     for step in range(num_steps):
@@ -100,7 +104,9 @@ def train_draft(draft: Eagle3Draft, policy: Qwen3ForCausalLM, num_steps: int) ->
         masks = [torch.ones_like(document, dtype=torch.bool) for document in documents]
         (tokens,) = pack_documents(documents, masks, max_tokens=16 * 25)
         taps, embeddings, logits = tap_policy(policy, tokens)
-        rows = draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens))
+        table = policy.get_input_embeddings().weight.detach()
+        mask_embedding = None if draft.mask_token_id is None else table[draft.mask_token_id]
+        rows = draft(taps, embeddings, tokens, PackedLayout.build(tokens.cu_seqlens), None, mask_embedding)
         loss_sums, _ = draft.compute_loss(rows, logits[rows.teacher_rows], policy.lm_head.weight.detach())
         (loss_sums.sum() / rows.weights.sum()).backward()
         optimizer.step()
