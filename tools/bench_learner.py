@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
 
 from recipes.carry import CarrySamples  # noqa: E402
+from specco.drafts.eagle3.config import Eagle3Config  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
@@ -99,7 +101,8 @@ def main() -> None:
     loss_fn = GrpoLoss()
     batch = make_batch(args.samples, dist.get_rank())
     lengths = batch["lengths"].tolist()
-    draft_config = read_eagle3_config(args.draft_path)
+    assert learner.draft is not None
+    draft_config = cast(Eagle3Config, learner.draft.config)
     (tokens,) = pack_documents(
         [row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)],
         [row[:n] for row, n in zip(batch["response_mask"], lengths, strict=True)],
