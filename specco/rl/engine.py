@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-METHODS = tuple(vllm_mends.METHOD_MENDS)
-"""Draft families that are served as they are trained."""
-
 BLOCK_METHODS = {"dflash": -1, "dspark": 0}
 """Tokens that a block draft drafts at most, over its block size, by vLLM's name of the family."""
 
@@ -58,7 +55,7 @@ class EngineConfig:
     Args:
         policy_path: directory of the policy (config.json, safetensors).
         draft_path: directory of the draft; None: no speculation.
-        method: vLLM's name of the draft family, one of ``METHODS``.
+        method: vLLM's name of the draft family, a key of ``METHOD_MENDS``.
         num_speculative_tokens: draft tokens a verification. A block draft is served as it was trained with all tokens
             of its block; with fewer, its queries see fewer masks.
         draft_sample_method: "probabilistic" accepts with 1 - TV, "greedy" proposes the draft's argmax.
@@ -86,8 +83,8 @@ class EngineConfig:
         for name in ("num_speculative_tokens", "max_model_len", "max_num_seqs", "kv_cache_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed are values of 1 and more")
-        if self.method not in METHODS:
-            raise ValueError(f"method is {self.method!r}; allowed are {METHODS}")
+        if self.method not in vllm_mends.METHOD_MENDS:
+            raise ValueError(f"method is {self.method!r}; allowed are {tuple(vllm_mends.METHOD_MENDS)}")
         for name in ("policy_path", "draft_path"):
             path = getattr(self, name)
             if path is not None and not (Path(path) / "config.json").is_file():
