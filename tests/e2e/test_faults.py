@@ -99,20 +99,23 @@ def test_killed_and_resumed_equals_whole(folder: Path, num_ranks: int, kind: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "call", "reason"),
+    ("kind", "call", "reason", "last"),
     [
-        ("fail_engine", 5, "the engine broke on purpose"),
-        ("fill_disk", 2, "No space left on device"),
-        ("nan_loss", 5, "policy_loss is nan at step"),
+        # validation before step 1 generates twice: the fifth call is step 3's
+        ("fail_engine", 5, "the engine broke on purpose", 2),
+        ("fill_disk", 2, "No space left on device", 2),
+        ("nan_loss", 5, "policy_loss is nan at step 5", 4),
     ],
 )
-def test_failure_ends_all_ranks_with_the_reason_last(folder: Path, kind: str, call: int, reason: str) -> None:
+def test_failure_ends_all_ranks_with_the_reason_last(
+    folder: Path, kind: str, call: int, reason: str, last: int
+) -> None:
     before = set(os.listdir("/dev/shm"))
     status, output = run(folder, 2, kind, call, 1, "--name", kind)
     assert status != 0
     assert reason in output[-2500:], output[-4000:]
     assert has_no_trace(folder, before)
-    assert [c for c in list_checkpoints(folder, kind) if not c.endswith(".part")][-1] == "step-00000002"
+    assert [c for c in list_checkpoints(folder, kind) if not c.endswith(".part")][-1] == f"step-{last:08d}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
