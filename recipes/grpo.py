@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -169,6 +170,8 @@ class Grpo(Configurable):
         last_step = self.step if checkpoints else None
         self.log = MetricsLog(self.folder, last_step) if self.rank == 0 else None
         if self.rank == 0:
+            if not config.resume:  # an earlier run's later steps would outlive this run's, and be resumed from
+                shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
             write_run_info(self.folder, fields, num_ranks=self.world_size, first_step=self.step)
         self.seconds: dict[str, float] = {}
 

@@ -84,7 +84,10 @@ def test_exports_load(folder: Path) -> None:
 @pytest.mark.timeout(300)
 def test_same_seed_gives_the_same_rows(folder: Path) -> None:
     """Everything but times repeats, sampled rollouts through the engine included."""
+    left_behind = folder / "runs/again/checkpoints/step-00000099"
+    left_behind.mkdir(parents=True)
     run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "again")
+    assert not left_behind.exists(), "a new run of the same name kept an older run's checkpoint"
     first, second = (
         [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
         for name in ("smoke", "again")
