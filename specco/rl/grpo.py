@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specco.metrics import make_pair
+from specco.metrics import make_pair, sum_mismatch_kl
 
 
 def compute_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool = True) -> Tensor:
@@ -121,12 +121,11 @@ class GrpoLoss:
         ratio = torch.exp(logprobs - base)
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
-        mismatch = logprobs.detach().double() - inference.double()
         sums = {
             "importance_ratio": ratio.detach().double().sum(),
             "clipped_low": ((ratio < 1 - self.clip_low) & (advantages < 0)).double().sum(),
             "clipped_high": ((ratio > 1 + self.clip_high) & (advantages > 0)).double().sum(),
-            "mismatch_kl": (torch.expm1(mismatch) - mismatch).sum(),
+            "mismatch_kl": sum_mismatch_kl(logprobs.detach(), inference)[0],
             "entropy_estimate": -logprobs.detach().double().sum(),
         }
         if self.importance_cap is not None:
