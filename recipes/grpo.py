@@ -78,6 +78,8 @@ class Grpo(Configurable):
         learner: Learner.Config = field(default_factory=Learner.Config)
         """``policy_path`` and ``draft_path`` are the directories that learner and engine start from."""
         loss: GrpoLoss = field(default_factory=GrpoLoss)
+        draft_loss: dict[str, float] = field(default_factory=dict)
+        """Factors of ``specco.losses.LossTerms`` by name, as ``log_acceptance 1.0``; empty: the draft's own."""
         steps: int = 60
         prompts_per_step: int = 16
         group_size: int = 8
@@ -133,7 +135,7 @@ class Grpo(Configurable):
         self.environment = CarryEnvironment(seed=derive_seed(config.seed, 1))
         self.validation_environment = CarryEnvironment(seed=derive_seed(0, 2))
         # built first: a wrong path or size is refused before anything is loaded
-        draft_config = None if config.arm == "none" else read_draft_config(draft_path)
+        draft_config = None if config.arm == "none" else read_draft_config(draft_path, loss_terms=config.draft_loss)
         engine_config = EngineConfig(
             policy_path=policy_path,
             draft_path=None if draft_config is None else draft_path,

@@ -8,8 +8,9 @@ another shape, end in an error that names it. Files of pickled tensors are not r
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def read_draft_config(directory: str | Path, **training_choices: Any) -> DraftCo
 
     Args:
         directory: holds ``config.json``.
-        training_choices: fields of the family's config that replace those of the file, such as ``ttt_steps``.
+        training_choices: fields of the family's config that replace those of the file, such as ``ttt_steps``; None
+            keeps the file's. ``loss_terms`` are factors by name; none of them keeps the file's.
 
     Raises:
         ValueError: another architecture, a missing key, or a key whose value our network does not run, by name.
@@ -85,9 +87,19 @@ def read_draft_config(directory: str | Path, **training_choices: Any) -> DraftCo
     }
     if "max_position_embeddings" in keys:
         fields["max_position_embeddings"] = keys["max_position_embeddings"]
-    if "loss_terms" in keys:
-        fields["loss_terms"] = LossTerms(**keys["loss_terms"])
-    return _READERS[architectures[0]](path, keys, fields, training_choices)
+    choices = {name: value for name, value in training_choices.items() if value is not None}
+    loss_terms = choices.pop("loss_terms", None) or keys.get("loss_terms")
+    if loss_terms:
+        fields["loss_terms"] = _make_loss_terms(loss_terms)
+    return _READERS[architectures[0]](path, keys, fields, choices)
+
+
+def _make_loss_terms(factors: Mapping[str, float]) -> LossTerms:
+    names = [f.name for f in dataclasses.fields(LossTerms)]
+    unknown = sorted(factors.keys() - set(names))
+    if unknown:
+        raise ValueError(f"loss_terms has {unknown}; allowed are {names}")
+    return LossTerms(**factors)
 
 
 def _read_eagle3(path: Path, keys: dict[str, Any], fields: dict[str, Any], choices: dict[str, Any]) -> Eagle3Config:

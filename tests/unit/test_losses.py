@@ -22,7 +22,7 @@ def make_rows(num_rows: int, vocab_size: int = 13, dtype: torch.dtype = torch.fl
 
 
 def compute(rows: dict, **terms: float) -> tuple[Tensor, dict[str, Tensor]]:
-    rest = {name: rows[name] for name in ("labels", "weights", "slot_ids", "num_slots")}
+    rest = {name: rows[name] for name in ("labels", "weights", "slot_ids", "num_slots", "target_ids") if name in rows}
     terms = LossTerms(**(terms or {"soft_cross_entropy": 1.0}))
     return compute_draft_loss(rows["draft_logits"], rows["teacher_logits"], terms=terms, **rest)
 
@@ -123,7 +123,13 @@ TERMS = {
     "l1": lambda p, q, label: (p - q).abs().sum(),
     "log_acceptance": lambda p, q, label: -torch.minimum(p, q).sum().log(),
     "soft_cross_entropy": lambda p, q, label: -(p * q.log()).sum(),
+    "adaptive_kl_tv": lambda p, q, label: blend_kl_and_tv(p, q),
 }
+
+
+def blend_kl_and_tv(p: Tensor, q: Tensor) -> Tensor:
+    share = torch.exp(-3 * torch.minimum(p, q).sum()).detach()
+    return share * (p * (p / q).log()).sum() + (1 - share) * (p - q).abs().sum() / 2
 
 
 class TestTerms:
@@ -154,7 +160,7 @@ class TestTerms:
         rows = make_rows(4, dtype=torch.float32)
         rows["teacher_logits"] = torch.zeros(4, 13).index_fill(1, torch.tensor([0]), 1e4)
         rows["draft_logits"] = torch.zeros(4, 13).index_fill(1, torch.tensor([1]), 1e4).requires_grad_()
-        loss_sums, _ = compute(rows, log_acceptance=1.0, l1=1.0)
+        loss_sums, _ = compute(rows, log_acceptance=1.0, l1=1.0, adaptive_kl_tv=1.0)
         loss_sums.sum().backward()
         assert bool(loss_sums.isfinite().all())
         assert bool(rows["draft_logits"].grad.isfinite().all())
@@ -163,6 +169,61 @@ class TestTerms:
     def test_no_term_and_negative_ones_are_refused(self, terms):
         with pytest.raises(ValueError, match="loss terms are"):
             LossTerms(**terms)
+
+
+class TestReducedVocabulary:
+    target_ids = torch.tensor([1, 2, 5, 6, 9, 12])
+
+    def make_rows(self) -> dict[str, Tensor | int]:
+        rows = make_rows(20)
+        rows["draft_logits"] = rows["draft_logits"][:, :6].clone()
+        rows["labels"][:6] = self.target_ids
+        rows["teacher_logits"][0, 5], rows["draft_logits"][0, 2] = 9.0, 9.0  # one row's most probable token is the same
+        rows["weights"] = rows["weights"] * torch.isin(rows["labels"], self.target_ids)
+        assert bool((rows["weights"] == 0).any())
+        return rows
+
+    @pytest.mark.parametrize("name", list(TERMS))
+    def test_value_gradient_and_statistics(self, name):
+        """Cross-entropies and KL under the policy inside of the vocabulary, TV under the whole policy."""
+        rows = self.make_rows()
+        logits = rows["draft_logits"].requires_grad_()
+        expected, tv, acceptance, top1 = torch.zeros(4, dtype=torch.float64), [], [], []
+        for i in range(20):
+            p = rows["teacher_logits"][i].softmax(0)
+            q = torch.zeros_like(p).index_add(0, self.target_ids, logits[i].softmax(0))
+            label = rows["labels"][i]
+            tv.append((p - q).abs().sum().item() / 2)
+            acceptance.append(min(1.0, (q[label] / p[label]).item()))
+            top1.append(float(p.argmax() == q.argmax()))
+            if rows["weights"][i] > 0:
+                inside, drafted = p[self.target_ids] / p[self.target_ids].sum(), logits[i].softmax(0)
+                distance = (p - q).abs().sum() / 2
+                share = torch.exp(-3 * (1 - distance)).detach()
+                loss = {
+                    "label_cross_entropy": -q[label].log(),
+                    "l1": 2 * distance,
+                    "log_acceptance": -torch.minimum(p, q).sum().log(),
+                    "soft_cross_entropy": -(inside * drafted.log()).sum(),
+                    "adaptive_kl_tv": share * (inside * (inside / drafted).log()).sum() + (1 - share) * distance,
+                }[name]
+                expected = expected.index_add(0, rows["slot_ids"][i : i + 1], (rows["weights"][i] * loss)[None])
+        (expected_gradient,) = torch.autograd.grad(expected.sum(), logits)
+        loss_sums, stats = compute(rows | {"target_ids": self.target_ids}, **{name: 1.0})
+        (gradient,) = torch.autograd.grad(loss_sums.sum(), logits)
+        torch.testing.assert_close(loss_sums, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-12)
+        assert stats["tv"].tolist() == pytest.approx(tv, abs=1e-12)
+        assert stats["label_acceptance"].tolist() == pytest.approx(acceptance, abs=1e-12)
+        assert stats["top1"].tolist() == top1 and {0.0, 1.0} == set(top1)
+
+    def test_a_vocabulary_of_everything_changes_nothing(self):
+        rows = make_rows(20)
+        expected, expected_stats = compute(rows, **dict.fromkeys(TERMS, 0.7))
+        actual, stats = compute(rows | {"target_ids": torch.arange(13)}, **dict.fromkeys(TERMS, 0.7))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        for name, value in expected_stats.items():
+            torch.testing.assert_close(stats[name], value, rtol=0, atol=1e-12)
 
 
 class TestConfidence:

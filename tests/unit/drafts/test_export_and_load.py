@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from specco.drafts.export import iterate_weights, save_draft
 from specco.drafts.load import load_draft, load_weights, read_draft_config
+from specco.losses import LossTerms
 
 WEIGHT_NAMES = {
     "fc.weight",
@@ -82,7 +83,12 @@ class TestRoundTrip:
 
     def test_training_choices_replace_those_of_the_file(self, exported):
         _, directory = exported
-        assert read_draft_config(directory, ttt_steps=7).ttt_steps == 7
+        config = read_draft_config(directory, ttt_steps=7, loss_decay=None, loss_terms={"log_acceptance": 0.5})
+        assert config.ttt_steps == 7
+        assert config.loss_decay == 0.5
+        assert config.loss_terms == LossTerms(log_acceptance=0.5)
+        with pytest.raises(ValueError, match=r"loss_terms has \['log_acceptence'\]"):
+            read_draft_config(directory, loss_terms={"log_acceptence": 0.5})
 
 
 class TestOtherLayouts:
