@@ -7,7 +7,7 @@ takes one joint step of policy and draft, and both go back into every engine bef
 set on the command line, for example ``--steps 5 --learner.draft_weight 0.5``.
 
 Left out, to stay readable: several updates a rollout, asynchronous rollouts, multi-turn tasks (the environment protocol
-has them), and any layout but data parallelism.
+has them).
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Grpo(Configurable):
             batch, pairs = self._roll_out(step)
         with self._time("learner"):
             advantages = compute_advantages(batch["rewards"], batch["group_ids"])
-            share = torch.arange(self.rank, len(batch), self.world_size)
+            share = torch.arange(self.learner.data_parallel_rank, len(batch), self.learner.data_parallel_size)
             microbatches = batch.take(share).pack(self.config.max_tokens, {"advantages": advantages[share]})
             metrics = self.learner.step(microbatches, self.config.loss)
         check_losses(metrics, step)

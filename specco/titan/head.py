@@ -5,6 +5,9 @@
                                                                   v teacher of the draft rows that point into the chunk
     draft hidden [R, D] --(sorted by teacher row)--> chunk --draft lm_head--> draft logits --> draft loss
 
+Under context parallelism T are this rank's rows. A draft row whose teacher row another rank holds gets that hidden row
+from there, and the rows that came go through ``lm_head`` in chunks of their own.
+
 Gradients of a chunk are taken at once and folded into the gradients of the hidden rows, of the policy's head weight and
 of what the draft computes its loss with, so that no ``[rows, vocabulary]`` tensor outlives its chunk. The policy's
 chunks hold the policy's rows alone: their boundaries and their arithmetic do not know whether there is a draft.
@@ -17,10 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torchtitan.models.common.linear import Linear
 
 from specco.drafts.base import Draft, DraftRows
+from specco.ops.exchange import fetch_rows
+from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 
 
@@ -65,12 +71,14 @@ class HeadStats:
     """What the head saw, all detached and local to this rank.
 
     Args:
-        logprobs: ``[r]`` policy logprobs of the target rows, at the sampling temperature, in row order.
+        target_rows: int64 ``[r]``, the target rows of this rank, global and ascending.
+        logprobs: ``[r]`` policy logprobs of the target rows, at the sampling temperature.
         policy_sums: sums that the policy loss function reported, added up over chunks.
         draft_sums: draft loss by slot, ``[num_slots]``, weighted sums.
         draft_rows: per-row figures of the draft by name, ``[R]``, in the order of ``DraftRows``.
     """
 
+    target_rows: Tensor
     logprobs: Tensor
     policy_sums: dict[str, Tensor] = field(default_factory=dict)
     draft_sums: Tensor | None = None
@@ -82,12 +90,14 @@ class HeadPlan:
     """What the head is to compute of one microbatch.
 
     Args:
-        tokens: the microbatch.
+        tokens: the microbatch, global.
         policy_loss_fn: None trains no policy (the draft's pre-training): its rows get no gradient.
         policy_scale: factor of the policy's loss sum (one over the global count of target tokens).
         draft_scale: factor of the draft's loss sum (its weight over the global sum of row weights).
         temperature: of sampling; divides the policy's logits, not the teacher's.
         chunk_rows: rows of one lm_head product.
+        layout: which rows of the microbatch this rank holds; None: all, in order.
+        group: context-parallel group of the layout; None at one rank.
     """
 
     tokens: PackedTokens
@@ -96,6 +106,8 @@ class HeadPlan:
     draft_scale: float = 1.0
     temperature: float = 1.0
     chunk_rows: int = 1024
+    layout: PackedLayout | None = None
+    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_rows < 1:
@@ -120,23 +132,43 @@ class _LossWithGradients(torch.autograd.Function):
         return (None, *grads)
 
 
+@dataclass(frozen=True)
+class _TeacherIndex:
+    """Draft rows by the logits that teach them, ascending.
+
+    Args:
+        order: int64 ``[n]``, draft rows.
+        places: int64 ``[n]``, for each of them the row of the logits, ascending.
+    """
+
+    order: Tensor
+    places: Tensor
+
+
 class _ChunkLoop:
     """One run over the chunks; holds the gradient buffers and the statistics."""
 
     def __init__(self, plan: HeadPlan, draft: Draft | None, rows: DraftRows | None) -> None:
         self.plan, self.draft, self.rows = plan, draft, rows
-        self.target_rows = plan.tokens.is_target_row.nonzero().squeeze(1)
-        self.labels = plan.tokens.shift(plan.tokens.input_ids, 1, 0)[self.target_rows]
+        tokens = plan.tokens
+        self.layout = PackedLayout.build(tokens.cu_seqlens) if plan.layout is None else plan.layout
+        global_rows = self.layout.on_device("global_rows", tokens.input_ids.device)
+        is_target_row = tokens.is_target_row
+        self.target_rows = ((global_rows >= 0) & is_target_row[global_rows]).nonzero().squeeze(1)
+        targets = global_rows[self.target_rows]
+        self.labels = tokens.shift(tokens.input_ids, 1, 0)[targets]
         names = () if plan.policy_loss_fn is None else plan.policy_loss_fn.row_value_names
-        values = {name: plan.tokens.row_values[name] for name in names}
-        self.values = {name: plan.tokens.shift(value, 1, 0)[self.target_rows] for name, value in values.items()}
-        self.stats = HeadStats(logprobs=torch.empty(0))
+        self.values = {name: tokens.shift(tokens.row_values[name], 1, 0)[targets] for name in names}
+        self.stats = HeadStats(target_rows=targets, logprobs=torch.empty(0))
         if rows is not None:
-            self.order = torch.argsort(rows.teacher_rows, stable=True)
-            self.teacher_index = torch.searchsorted(self.target_rows, rows.teacher_rows[self.order])
-            is_target = plan.tokens.is_target_row[rows.teacher_rows]
             # such a row would be dropped without a word
-            assert bool(is_target.all()), "a draft row has a teacher row that is no target row of the policy"
+            assert bool(is_target_row[rows.teacher_rows].all()), "a draft row's teacher row is no target row"
+            order = torch.argsort(rows.teacher_rows, stable=True)
+            teachers = rows.teacher_rows[order]
+            is_local = torch.isin(teachers, targets)
+            self.local = _TeacherIndex(order[is_local], torch.searchsorted(targets, teachers[is_local]))
+            self.fetched_rows, places = torch.unique(teachers[~is_local], return_inverse=True)
+            self.fetched = _TeacherIndex(order[~is_local], places)
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, draft_hidden: Tensor | None, *draft_parameters: Tensor
@@ -148,6 +180,11 @@ class _ChunkLoop:
         grad_parameters = [_zeros_for_sum(parameter) for parameter in draft_parameters]
         loss = hidden.new_zeros((), dtype=_accumulator_dtype(hidden.dtype))
         logprobs = []
+
+        def run_draft(logits: Tensor, start: int, index: _TeacherIndex) -> Tensor:
+            assert draft_hidden is not None and grad_draft_hidden is not None
+            return self._run_draft(logits, start, index, draft_hidden, weight, grad_draft_hidden, grad_parameters)
+
         # at least one chunk, if an empty one: every rank reports the same sums
         for start in range(0, max(self.target_rows.numel(), 1), self.plan.chunk_rows):
             chunk = slice(start, start + self.plan.chunk_rows)
@@ -161,8 +198,12 @@ class _ChunkLoop:
                 grad_hidden[rows] = grad_logits @ weight
                 grad_weight += grad_logits.t() @ hidden[rows]
             if draft_hidden is not None:
-                assert grad_draft_hidden is not None
-                loss += self._run_draft(logits, start, draft_hidden, weight, grad_draft_hidden, grad_parameters)
+                loss += run_draft(logits, start, self.local)
+        if draft_hidden is not None and self.plan.group is not None:
+            fetched = fetch_rows(hidden, self.fetched_rows, self.layout, self.plan.group)
+            for start in range(0, fetched.shape[0], self.plan.chunk_rows):
+                logits = fetched[start : start + self.plan.chunk_rows] @ weight.t()
+                loss += run_draft(logits, start, self.fetched)
         self.stats.logprobs = torch.cat(logprobs)
         grads = [grad_hidden, grad_weight, grad_draft_hidden, *grad_parameters]
         inputs = [hidden, weight, draft_hidden, *draft_parameters]
@@ -190,20 +231,24 @@ class _ChunkLoop:
         self,
         logits: Tensor,
         start: int,
+        index: _TeacherIndex,
         draft_hidden: Tensor,
         policy_head: Tensor,
         grad_hidden: Tensor,
         grad_parameters: list[Tensor],
     ) -> Tensor:
-        """Add the draft rows whose teacher lies in this chunk, ``chunk_rows`` at a time; return the loss."""
+        """Add the draft rows that a chunk of logits teaches, ``chunk_rows`` at a time; return the loss.
+
+        ``logits`` are rows ``start ..`` of those that ``index`` speaks of.
+        """
         assert self.rows is not None and self.draft is not None
         parameters = self.draft.get_head_parameters()
-        bounds = torch.tensor([start, start + logits.shape[0]], device=self.teacher_index.device)
-        first, last = torch.searchsorted(self.teacher_index, bounds).tolist()
+        bounds = torch.tensor([start, start + logits.shape[0]], device=index.places.device)
+        first, last = torch.searchsorted(index.places, bounds).tolist()
         total = logits.new_zeros((), dtype=_accumulator_dtype(logits.dtype))
         for begin in range(first, last, self.plan.chunk_rows):
-            picked = self.order[begin : min(begin + self.plan.chunk_rows, last)]
-            teacher = logits[self.teacher_index[begin : begin + picked.numel()] - start]
+            picked = index.order[begin : min(begin + self.plan.chunk_rows, last)]
+            teacher = logits[index.places[begin : begin + picked.numel()] - start]
             with torch.enable_grad():
                 leaf = draft_hidden[picked].requires_grad_()
                 loss_sums, row_stats = self.draft.compute_loss(self.rows.pick(picked, leaf), teacher, policy_head)
@@ -239,13 +284,14 @@ def compute_head_loss(
 
     Args:
         lm_head: the policy's head; called once, so that FSDP gathers its weight once and reduces its gradient once.
-        hidden: ``[1, T, D]``, the policy's final normalised hidden rows.
+        hidden: ``[1, T, D]``, the policy's final normalised hidden rows, this rank's in layout order.
         plan: what to compute.
         draft: the draft whose rows are given; its own parameters must be unsharded now.
         rows: the draft's rows, or None: the policy alone.
 
     Returns:
-        (loss scalar in the accumulator type, statistics). No collective of its own besides those of FSDP.
+        (loss scalar in the accumulator type, statistics). Collective over the plan's group, and over what FSDP gathers:
+        every rank must call.
     """
     loop = _ChunkLoop(plan, draft, rows)
     draft_hidden = None if rows is None else rows.hidden

@@ -9,6 +9,7 @@ A step, on every rank:
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,9 @@ from specco.drafts.base import Draft, DraftRows
 from specco.drafts.export import iterate_weights
 from specco.drafts.load import load_weights
 from specco.metrics import all_reduce_pairs, compute_means, make_pair, sum_acceptance_length_estimates, sum_rows_by_slot
+from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
+from specco.titan.attention import PackedMasks
 from specco.titan.checkpoint import load_checkpoint
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
@@ -105,6 +108,9 @@ class Learner(Configurable):
         world_size = dist_utils.init_distributed(config.comm)
         self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
         self.parallel_dims.build_mesh()
+        # "batch": ranks with different microbatches; "loss": those and the ranks that hold other rows of the same one
+        self.batch_group, self.loss_group, self.cp_group = (self._get_group(axis) for axis in ("batch", "loss", "cp"))
+        self.cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
         model_config = cast(Qwen3Policy.Config, config.model_spec.model)
@@ -121,9 +127,17 @@ class Learner(Configurable):
         self.num_steps = 0
 
     @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The group over which rollouts are shared and sums are reduced; None at one rank."""
-        mesh = self.parallel_dims.get_optional_mesh("loss")
+    def data_parallel_rank(self) -> int:
+        """Which share of a batch this rank trains on, of ``data_parallel_size``; its other peers train on the same."""
+        return 0 if self.batch_group is None else dist.get_rank(self.batch_group)
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    def _get_group(self, axis: str) -> dist.ProcessGroup | None:
+        """Return the group of a mesh axis; None where its degree is 1."""
+        mesh = self.parallel_dims.get_optional_mesh(axis)
         return None if mesh is None else mesh.get_group()
 
     def _build_policy(self, model_config: Qwen3Policy.Config) -> Qwen3Policy:
@@ -157,12 +171,16 @@ class Learner(Configurable):
         """Take one optimizer step. Collective: every rank must call.
 
         Args:
-            microbatches: this rank's share; ranks may hold different numbers of them, or none.
+            microbatches: this data-parallel rank's share, the same on all its cp peers; data-parallel ranks may hold
+                different numbers of them, or none.
             policy_loss_fn: sums of the policy's loss from logprobs and the ``row_values`` of the tokens; the same on
                 every rank.
 
         Returns:
             The step's metrics, the same on every rank. Losses are means over all trained tokens of all ranks.
+
+        Raises:
+            ValueError: other microbatches on a cp peer, on every rank.
         """
         draw_key = (self.config.debug.seed or 0, self.num_steps)
         microbatches = [replace(tokens, draw_key=draw_key) for tokens in microbatches]
@@ -171,8 +189,9 @@ class Learner(Configurable):
         results = []
         for index in range(num_microbatches):
             tokens = microbatches[index] if index < len(microbatches) else _nothing_to_train(policy_loss_fn)
+            layout = PackedLayout.build(tokens.cu_seqlens, self.parallel_dims.cp, self.cp_rank)
             if self.reference is not None:
-                tokens = self._add_reference_logprobs(tokens)
+                tokens = self._add_reference_logprobs(tokens, layout)
             plan = HeadPlan(
                 tokens=tokens,
                 policy_loss_fn=policy_loss_fn,
@@ -180,6 +199,8 @@ class Learner(Configurable):
                 draft_scale=self.config.draft_weight / draft_total if draft_total > 0 else 0.0,
                 temperature=self.config.temperature,
                 chunk_rows=self.config.chunk_rows,
+                layout=layout,
+                group=self.cp_group,
             )
             results.append(self._forward_backward(plan))
         metrics = self._get_learning_rates() | self._update()
@@ -189,33 +210,62 @@ class Learner(Configurable):
     def _count(self, microbatches: Sequence[PackedTokens]) -> tuple[int, float, Tensor]:
         """Return (microbatches of the fullest rank, target tokens of all ranks, draft weights of all ranks by slot)."""
         num_slots = 0 if self.draft is None else self.draft.num_slots
-        sums = torch.zeros(1 + num_slots, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(2 + num_slots, dtype=torch.float64, device=self.device)
+        sums[0] = self._find_differing_peers(microbatches)
         for tokens in microbatches:
-            sums[0] += tokens.is_target_row.sum()
+            sums[1] += tokens.is_target_row.sum()
             if self.draft is not None:
-                sums[1:] += self.draft.sum_loss_weights(tokens).to(self.device)
+                sums[2:] += self.draft.sum_loss_weights(tokens).to(self.device)
         most = torch.tensor(len(microbatches), device=self.device)
-        if self.data_parallel_group is not None:
-            dist.all_reduce(sums, group=self.data_parallel_group)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
-        return int(most), float(sums[0]), sums[1:]
+        if self.batch_group is not None:
+            dist.all_reduce(sums, group=self.batch_group)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.batch_group)
+        if float(sums[0]) > 0:
+            raise ValueError(
+                "microbatches differ between ranks of one data-parallel rank; its cp peers must be given the same"
+            )
+        return int(most), float(sums[1]), sums[2:]
+
+    def _find_differing_peers(self, microbatches: Sequence[PackedTokens]) -> float:
+        """Return 1 where a peer that trains on the same data was given other microbatches, else 0."""
+        if self.cp_group is None:
+            return 0.0
+        digest = float(compute_digest(microbatches) >> 16)  # 48 bits: whole in float64
+        bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=self.device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.cp_group)
+        return float(bounds[0] != -bounds[1])
+
+    def _run_policy(
+        self, policy: Qwen3Policy, tokens: PackedTokens, layout: PackedLayout
+    ) -> tuple[Tensor, DraftRows | None]:
+        """Return the hidden rows ``[1, T, D]`` of this rank, and the draft's rows or None."""
+        masks = PackedMasks(layout, self.cp_group)
+        ids, positions = layout.shard(tokens.input_ids)[None], layout.shard(tokens.position_ids)[None]
+        return cast("tuple[Tensor, DraftRows | None]", policy(ids, positions, masks, packed_tokens=tokens))
 
     @torch.no_grad()
-    def _add_reference_logprobs(self, tokens: PackedTokens) -> PackedTokens:
-        """Return the microbatch with the row value ``reference_logprobs``, 0 where no token is trained."""
+    def _add_reference_logprobs(self, tokens: PackedTokens, layout: PackedLayout) -> PackedTokens:
+        """Return the microbatch with the row value ``reference_logprobs``, 0 but for this rank's trained tokens."""
         assert self.reference is not None
-        hidden, _ = self.reference(tokens.input_ids[None], positions=tokens.position_ids[None], packed_tokens=tokens)
-        plan = HeadPlan(tokens, None, temperature=self.config.temperature, chunk_rows=self.config.chunk_rows)
+        hidden, _ = self._run_policy(self.reference, tokens, layout)
+        plan = HeadPlan(
+            tokens,
+            None,
+            temperature=self.config.temperature,
+            chunk_rows=self.config.chunk_rows,
+            layout=layout,
+            group=self.cp_group,
+        )
         _, stats = compute_head_loss(self.reference.lm_head, hidden, plan)
         logprobs = stats.logprobs.new_zeros(tokens.num_tokens)
         # a target row speaks of the token that follows it
-        logprobs[tokens.is_target_row.nonzero().squeeze(1) + 1] = stats.logprobs
+        logprobs[stats.target_rows + 1] = stats.logprobs
         return replace(tokens, row_values=tokens.row_values | {"reference_logprobs": logprobs})
 
     def _forward_backward(self, plan: HeadPlan) -> dict[str, Tensor]:
         """Run one microbatch; return its figures as (sum, count) pairs of this rank."""
-        tokens = plan.tokens
-        hidden, rows = self.policy(tokens.input_ids[None], positions=tokens.position_ids[None], packed_tokens=tokens)
+        assert plan.layout is not None
+        hidden, rows = self._run_policy(self.policy, plan.tokens, plan.layout)
         loss, stats = compute_head_loss(self.policy.lm_head, hidden, plan, self.draft, rows)
         loss.backward()
         num_targets = stats.logprobs.numel()
@@ -284,7 +334,8 @@ class Learner(Configurable):
     def _reduce(self, results: Sequence[dict[str, Tensor]]) -> dict[str, float]:
         """Return the means over all microbatches and ranks; a figure of which nothing was counted is left out."""
         pairs = {name: torch.stack([result[name] for result in results]).sum(0) for name in results[0]}
-        pairs = all_reduce_pairs(pairs, self.data_parallel_group)
+        if self.loss_group is not None:
+            pairs = all_reduce_pairs(pairs, self.loss_group)
         return compute_means({name: pair for name, pair in pairs.items() if pair[1] > 0})
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -317,6 +368,18 @@ def summarize_draft(draft: Draft, rows: DraftRows, stats: HeadStats) -> dict[str
         tv, 1 - tv, rows.slot_ids, rows.branch_ids, draft.num_slots
     )
     return pairs
+
+
+def compute_digest(microbatches: Sequence[PackedTokens]) -> int:
+    """Return 64 bits that depend on every value of the microbatches, and on the way they are packed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens in microbatches:
+        tensors = {"ids": tokens.input_ids, "mask": tokens.loss_mask, "cu_seqlens": tokens.cu_seqlens}
+        tensors |= {"sample_ids": tokens.sample_ids, **tokens.row_values}
+        for name, value in sorted(tensors.items()):
+            digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _nothing_to_train(policy_loss_fn: PolicyLoss) -> PackedTokens:

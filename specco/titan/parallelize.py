@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.compile import apply_compile
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
 from specco.drafts.base import Draft
 from specco.titan.policy import Qwen3Policy
@@ -20,33 +20,57 @@ def parallelize_policy(
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
-    **kwargs: Any,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointingConfig,
+    dump_folder: str,
 ) -> Qwen3Policy:
-    """Apply data parallelism to a policy that may carry a ``draft``; torchtitan's ``parallelize_fn`` of our flavours.
+    """Lay out a policy that may carry a ``draft``; torchtitan's ``parallelize_fn`` of our flavours.
+
+    torchtitan's own steps in its own order, but for its context parallelism: our inner attention is told its group with
+    every batch (``PackedMasks``), and nothing of the model has to be wrapped.
 
     The draft becomes one FSDP2 group, never part of a policy group or of the root's, and stays unsharded from its
     forward to its backward, since the chunked head uses its ``lm_head`` after its forward.
 
     Args:
         model: policy on the meta device.
-        parallel_dims: degrees and meshes; ``dp_replicate`` and ``fsdp`` may exceed 1.
+        parallel_dims: degrees and meshes.
         training: precision of parameters and reductions.
-        parallelism: must name ``spmd_backend="partial_dtensor"``.
-        kwargs: what torchtitan's ``parallelize_qwen3`` takes besides.
+        parallelism: see ``check_parallelism``.
+        compile_config: whether the layers are compiled.
+        ac_config: which activations are recomputed; None: none.
+        dump_folder: of activation checkpointing's debug output.
 
     Raises:
-        ValueError: a degree that is not supported yet, or another backend.
+        ValueError: a degree that is not supported, or another backend.
     """
     check_parallelism(parallelism)
     if model.draft is not None:
         shard_draft(model.draft, parallel_dims=parallel_dims, training=training)
-    parallelize_qwen3(model, parallel_dims=parallel_dims, training=training, parallelism=parallelism, **kwargs)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if compile_config.enable and "model" in compile_config.components:
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    apply_fsdp_to_decoder(
+        model,
+        parallel_dims.get_mesh(_get_data_axes(parallel_dims)),
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        pp_enabled=parallel_dims.pp_enabled,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+    )
     if dist.get_backend() == "gloo":
         # gloo has no PREMUL_SUM, which FSDP2 uses for a gradient factor that is not the world size
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def _get_data_axes(parallel_dims: ParallelDims) -> list[str]:
+    """Return the axes that parameters are sharded and gradients are summed over; "fsdp" holds those of "cp"."""
+    return ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
 
 
 def check_parallelism(parallelism: ParallelismConfig) -> None:
@@ -57,18 +81,32 @@ def check_parallelism(parallelism: ParallelismConfig) -> None:
     """
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(f'parallelism.spmd_backend is {parallelism.spmd_backend!r}; allowed is "partial_dtensor"')
-    for name in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel"):
+    _check_degrees(parallelism, ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "the learner")
+
+
+def check_trainer_parallelism(parallelism: ParallelismConfig) -> None:
+    """Refuse, when the config is read, what torchtitan's own loop does not run with our packed attention.
+
+    Raises:
+        ValueError: naming the degree and its value.
+    """
+    names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+    _check_degrees(parallelism, names, "torchtitan's Trainer with a Qwen3Policy")
+
+
+def _check_degrees(parallelism: ParallelismConfig, names: tuple[str, ...], who: str) -> None:
+    for name in names:
         degree = getattr(parallelism, f"{name}_degree")
         if degree != 1:
-            raise ValueError(f"parallelism.{name}_degree is {degree}; the learner supports 1 (data parallelism only)")
+            raise ValueError(f"parallelism.{name}_degree is {degree}; {who} supports 1")
 
 
 def shard_draft(draft: Draft, *, parallel_dims: ParallelDims, training: TrainingConfig) -> None:
-    """Make the draft one FSDP2 group over the data-parallel mesh, in place."""
-    axes = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    """Make the draft one FSDP2 group over the policy's own data axes, in place."""
     policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    fully_shard(draft, mesh=parallel_dims.get_mesh(axes), mp_policy=policy, reshard_after_forward=False)
+    mesh = parallel_dims.get_mesh(_get_data_axes(parallel_dims))
+    fully_shard(draft, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -22,6 +22,7 @@ from specco.metrics import sum_acceptance_length_estimates
 from specco.packing import PackedTokens
 from specco.titan.export import load_policy, save_policy
 from specco.titan.head import HeadPlan, compute_head_loss
+from specco.titan.parallelize import check_trainer_parallelism
 from specco.titan.policy import Qwen3Policy
 
 
@@ -30,7 +31,9 @@ class PolicyTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        pass
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+            check_trainer_parallelism(self.parallelism)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -57,6 +60,10 @@ class DraftTrainer(Trainer):
     class Config(Trainer.Config):
         chunk_rows: int = 1024
         """Rows of one lm_head product."""
+
+        def __post_init__(self) -> None:
+            Trainer.Config.__post_init__(self)
+            check_trainer_parallelism(self.parallelism)
 
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
 

@@ -64,6 +64,21 @@ def test_rows_are_complete(folder: Path) -> None:
     assert rows[3]["validation_acceptance_length"] != rows[3]["validation_acceptance_length_start_draft"]
 
 
+@pytest.mark.timeout(900)
+def test_context_parallel_run_repeats_the_data_parallel_one(folder: Path) -> None:
+    """Same engines, prompts and seeds: the same first rollouts, and from them the same update."""
+    options = ["--name", "smoke_cp", "--steps", "1", "--learner.parallelism.context_parallel_degree", "2"]
+    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", *options)
+    rows, expected = (
+        [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        for name in ("smoke_cp", "smoke")
+    )
+    for name in ("reward", "response_tokens", "acceptance_length"):
+        assert rows[1][name] == expected[1][name]
+    for name in ("policy_loss", "draft_loss", "grad_norm/policy", "grad_norm/draft", "acceptance_length_estimate"):
+        assert math.isclose(rows[1][name], expected[1][name], rel_tol=1e-4, abs_tol=1e-6), name
+
+
 def test_table_and_tensorboard_are_there(folder: Path) -> None:
     assert "smoke: 3 steps, 2 ranks" in (folder / "output.txt").read_text()
     assert list((folder / "runs/smoke/tensorboard").iterdir())

@@ -1,10 +1,10 @@
 """Run the learner under torchrun on fixed rollouts and save what it did: gradients, weights, metrics.
 
-    torchrun --nproc-per-node N tests/helpers/run_learner.py POLICY DRAFT OUT VARIANT [VARIANT ...]
+    torchrun --nproc-per-node N tests/helpers/run_learner.py POLICY DRAFT OUT LAYOUT/VARIANT [LAYOUT/VARIANT ...]
 
-DRAFT holds a directory for each family of drafts, by the name of its method. Each variant writes
-``OUT/VARIANT.safetensors`` (clipped gradients of every step as ``grad/STEP/NAME``, final weights as
-``weight/NAME``) and ``OUT/VARIANT.json`` (metrics by step).
+DRAFT holds a directory for each family of drafts, by the name of its method. LAYOUT is a key of ``LAYOUTS``. Each run
+writes ``OUT/LAYOUT/VARIANT.safetensors`` (clipped gradients of every step as ``grad/STEP/NAME``, final weights as
+``weight/NAME``) and ``OUT/LAYOUT/VARIANT.json`` (metrics by step).
 """
 
 from __future__ import annotations
@@ -38,8 +38,19 @@ from specco.titan.registry import make_model_spec  # noqa: E402
 NUM_STEPS = 3
 TORCH_DTYPE_MAP["float64"] = torch.float64
 
+LAYOUTS = {
+    "1": {},
+    "fsdp2": {},
+    "dp_replicate2": {"data_parallel_replicate_degree": 2},
+    "cp2": {"context_parallel_degree": 2},
+    "cp4": {"context_parallel_degree": 4},
+    "fsdp2_cp2": {"context_parallel_degree": 2},
+}
+"""Degrees of each layout; the ranks that are left are FSDP's."""
+
 VARIANTS = {
     "joint": {},
+    "dflash": {"family": "dflash"},
     "dspark": {"family": "dspark"},
     "dspark_microbatches": {"family": "dspark", "max_tokens": 24},
     "dspark_permuted": {"family": "dspark", "is_permuted": True},
@@ -50,6 +61,8 @@ VARIANTS = {
     "permuted": {"is_permuted": True},
     "checkpointed": {"activation_checkpoint": FullAC.Config()},
     "lopsided": {"is_lopsided": True},
+    "few_targets": {"has_few_targets": True},
+    "dspark_few_targets": {"family": "dspark", "has_few_targets": True},
     "kl": {"has_reference": True},
     "nan_draft": {"poisoned": "draft."},
     "nan_policy": {"poisoned": "layers."},
@@ -57,14 +70,21 @@ VARIANTS = {
 """What each run changes; "joint" is the plain one."""
 
 
-def make_documents(step: int) -> dict[str, list[torch.Tensor]]:
-    """Return the same documents on every rank: short, long, one token, and one without targets."""
+def make_documents(step: int, has_few_targets: bool) -> dict[str, list[torch.Tensor]]:
+    """Return the same documents on every rank: short, long, one token, and one without targets.
+
+    With ``has_few_targets`` the last two tokens of the longest document are the only ones that are trained, so that
+    most ranks have nothing to train.
+    """
     generator = torch.Generator().manual_seed(step)
     lengths = [9, 1, 17, 2, 12, 6]
     documents = {"ids": [], "masks": [], "inference_logprobs": [], "advantages": []}
     for index, length in enumerate(lengths):
         documents["ids"].append(torch.randint(64, (length,), generator=generator))
-        documents["masks"].append((torch.arange(length) >= min(3, length - 1)) & (index != 5))
+        if has_few_targets:
+            documents["masks"].append((torch.arange(length) >= length - 2) & (length == max(lengths)))
+        else:
+            documents["masks"].append((torch.arange(length) >= min(3, length - 1)) & (index != 5))
         documents["inference_logprobs"].append(-4 * torch.rand(length, generator=generator, dtype=torch.float64))
         advantage = torch.randn((), generator=generator, dtype=torch.float64)
         documents["advantages"].append(advantage.expand(length))
@@ -72,15 +92,21 @@ def make_documents(step: int) -> dict[str, list[torch.Tensor]]:
 
 
 def make_microbatches(
-    step: int, *, max_tokens: int = 64, is_permuted: bool = False, is_lopsided: bool = False
+    learner: Learner,
+    step: int,
+    *,
+    max_tokens: int = 64,
+    is_permuted: bool = False,
+    is_lopsided: bool = False,
+    has_few_targets: bool = False,
 ) -> list[PackedTokens]:
-    """Return this rank's share of the step's documents, packed."""
-    documents = make_documents(step)
+    """Return this data-parallel rank's share of the step's documents, packed."""
+    documents = make_documents(step, has_few_targets)
     order = list(range(len(documents["ids"])))
     if is_permuted:
         order = order[::-1]
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    mine = (order if rank == 0 else []) if is_lopsided else order[rank::world_size]
+    rank, size = learner.data_parallel_rank, learner.data_parallel_size
+    mine = (order if rank == 0 else []) if is_lopsided else order[rank::size]
     return pack_documents(
         [documents["ids"][i] for i in mine],
         [documents["masks"][i] for i in mine],
@@ -90,7 +116,7 @@ def make_microbatches(
     )
 
 
-def build_learner(policy_path: str, draft_path: str, has_draft: bool, **changes: object) -> Learner:
+def build_learner(policy_path: str, draft_path: str, layout: str, has_draft: bool, **changes: object) -> Learner:
     """Build a float64 learner whose clipping is at work."""
     wide = {"mixed_precision_param": "float64", "mixed_precision_reduce": "float64", "dtype": "float64"}
     config = Learner.Config(
@@ -104,23 +130,24 @@ def build_learner(policy_path: str, draft_path: str, has_draft: bool, **changes:
         optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(1e-3, 2e-3 if has_draft else None)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
         training=TrainingConfig(max_norm=0.05, steps=NUM_STEPS, disable_cuda_graphs=True, **wide),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **LAYOUTS[layout]),
         draft_max_norm=0.5,
         chunk_rows=5,
     )
     return replace(config, **changes).build()
 
 
-def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None:
+def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name: str) -> None:
     """Run the steps of one variant and save them on rank 0."""
     changes = dict(VARIANTS[name])
-    batch = {key: changes.pop(key) for key in ("max_tokens", "is_permuted", "is_lopsided") if key in changes}
+    batch_choices = ("max_tokens", "is_permuted", "is_lopsided", "has_few_targets")
+    batch = {key: changes.pop(key) for key in batch_choices if key in changes}
     poisoned = changes.pop("poisoned", None)
     loss = GrpoLoss()
     if changes.pop("has_reference", False):
         loss, changes["reference_path"] = GrpoLoss(kl_coef=0.1), policy_path
     draft_path = f"{draft_path}/{changes.pop('family', 'eagle3')}"
-    learner = build_learner(policy_path, draft_path, changes.pop("has_draft", True), **changes)
+    learner = build_learner(policy_path, draft_path, layout, changes.pop("has_draft", True), **changes)
     parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
     tensors, metrics = {}, []
 
@@ -138,7 +165,7 @@ def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None
         parameter = next(p for n, p in parameters.items() if n.startswith(poisoned))
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
     for step in range(NUM_STEPS):
-        metrics.append(learner.step(make_microbatches(step, **batch), loss))
+        metrics.append(learner.step(make_microbatches(learner, step, **batch), loss))
     for parameter_name, parameter in parameters.items():
         tensors[f"weight/{parameter_name}"] = parameter.detach().full_tensor().clone()
     if dist.get_rank() == 0:
@@ -147,10 +174,30 @@ def run_variant(policy_path: str, draft_path: str, out: Path, name: str) -> None
         (out / f"{name}.json").write_text(json.dumps(metrics))
 
 
+def run_differing_peers(policy_path: str, draft_path: str, out: Path, layout: str) -> None:
+    """Give the last rank alone its documents in another order; save what each rank's learner says to that."""
+    learner = build_learner(policy_path, f"{draft_path}/eagle3", layout, True)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    message = ""
+    try:
+        learner.step(make_microbatches(learner, 0, is_permuted=is_last), GrpoLoss())
+    except ValueError as error:
+        message = str(error)
+    messages = [""] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    if dist.get_rank() == 0:
+        save_file({}, out / "differing_peers.safetensors")
+        (out / "differing_peers.json").write_text(json.dumps(messages))
+
+
 def main() -> None:
-    policy_path, draft_path, out, *names = sys.argv[1:]
-    for name in names:
-        run_variant(policy_path, draft_path, Path(out), name)
+    policy_path, draft_path, out, *runs = sys.argv[1:]
+    for run in runs:
+        layout, name = run.split("/")
+        if name == "differing_peers":
+            run_differing_peers(policy_path, draft_path, Path(out) / layout, layout)
+            continue
+        run_variant(policy_path, draft_path, Path(out) / layout, layout, name)
     dist.destroy_process_group()
 
 
