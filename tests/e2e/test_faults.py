@@ -34,6 +34,10 @@ def start(folder: Path, num_ranks: int, kind: str, call: int, rank: int, *argume
     )
 
 
+def seconds_since_fault(folder: Path) -> float:
+    return time.time() - float((folder / "fault_time").read_text())
+
+
 def run(folder: Path, num_ranks: int, kind: str, call: int, rank: int, *arguments: str) -> tuple[int, str]:
     """Run the job to its end; return exit status and output."""
     process = start(folder, num_ranks, kind, call, rank, *arguments)
@@ -79,8 +83,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (1, "kill_step", 5, 4),
         (2, "kill_step", 5, 4),
         # the second save: step 4's checkpoint is half-written
+        (1, "kill_save", 2, 2),
         (2, "kill_save", 2, 2),
         # validation before step 1 refits twice; the sixth refit is step 4's
+        (1, "kill_refit", 6, 2),
         (2, "kill_refit", 6, 2),
     ],
 )
@@ -89,6 +95,7 @@ def test_killed_and_resumed_equals_whole(folder: Path, num_ranks: int, kind: str
     before = set(os.listdir("/dev/shm"))
     status, _ = run(folder, num_ranks, kind, call, 0, "--name", name)
     assert status != 0
+    assert seconds_since_fault(folder) < EXIT_SECONDS
     assert has_no_trace(folder, before)
     whole = [checkpoint for checkpoint in list_checkpoints(folder, name) if not checkpoint.endswith(".part")]
     assert whole[-1] == f"step-{last:08d}"
@@ -113,6 +120,7 @@ def test_failure_ends_all_ranks_with_the_reason_last(
     before = set(os.listdir("/dev/shm"))
     status, output = run(folder, 2, kind, call, 1, "--name", kind)
     assert status != 0
+    assert seconds_since_fault(folder) < EXIT_SECONDS
     assert reason in output[-2500:], output[-4000:]
     assert has_no_trace(folder, before)
     assert [c for c in list_checkpoints(folder, kind) if not c.endswith(".part")][-1] == f"step-{last:08d}"

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node N tests/helpers/run_grpo_fault.py KIND CALL RANK --config smoke ...
 
-At the ``CALL``-th call (from 1) of the place that ``KIND`` names, rank ``RANK`` is killed or fails.
+At the ``CALL``-th call (from 1) of the place that ``KIND`` names, rank ``RANK`` is killed or fails; the time of it, in
+seconds of the epoch, is written to the file ``fault_time`` before.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import errno
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -64,10 +67,15 @@ def install(kind: str, call: int, rank: int) -> None:
         nonlocal calls
         calls += 1
         if calls == call and dist.get_rank() == rank:
+            write_fault_time()
             fault()
         return method(self, *args, **kwargs)
 
     setattr(owner, name, wrapped)
+
+
+def write_fault_time() -> None:
+    Path("fault_time").write_text(str(time.time()))
 
 
 def install_nan_loss(call: int) -> None:
@@ -78,6 +86,7 @@ def install_nan_loss(call: int) -> None:
         calls += 1
         loss, sums = method(self, logprobs, values)
         if calls == call:
+            write_fault_time()
             loss, sums["policy_loss"] = loss * float("nan"), sums["policy_loss"] * float("nan")
         return loss, sums
 
