@@ -15,6 +15,7 @@ def tiny_eagle3() -> Grpo.Config:
     """The demo: 60 steps of 16 prompts x 8 samples, policy and EAGLE-3 draft co-trained."""
     return Grpo.Config(
         name="tiny_eagle3",
+        validate_every=20,
         learner=Learner.Config(
             policy_path="runs/tiny_policy/policy",
             draft_path="runs/tiny_eagle3_draft/draft",

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # The main job on a CPU machine: warm-start a tiny policy, pre-train its draft, then train both by GRPO with vLLM rollouts.
-# With --arms none,frozen,cotrain the last step runs three times from the same start: without a draft, with the draft as
-# it is, and with the draft co-trained. The two preparations are cached under runs/; remove that folder to start afresh.
+# The last step runs three times from the same start: without a draft, with the draft as it is, and with the draft
+# co-trained. The two preparations are cached under runs/; remove that folder to start afresh.
 #
-#     bash tools/demo.sh [--arms none,frozen,cotrain] [fields of recipes.grpo, such as --steps 20]
+#     bash tools/demo.sh [--arms cotrain] [fields of recipes.grpo, such as --steps 20]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/setup.sh
 
 export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore::UserWarning,ignore::FutureWarning,ignore::DeprecationWarning}
 RANKS=${RANKS:-2}
-ARMS=cotrain
+ARMS=none,frozen,cotrain
 if [ "${1:-}" = --arms ]; then
     ARMS=${2:?"--arms needs a list such as none,cotrain"}
     shift 2
