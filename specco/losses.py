@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specco.vocab_parallel import VocabShard
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
@@ -70,15 +72,15 @@ class _RowLoss(torch.autograd.Function):
         labels: Tensor,
         outside: Tensor | None,
         terms: LossTerms,
+        shard: VocabShard,
     ) -> tuple[Tensor, ...]:
         dtype = torch.promote_types(draft_logits.dtype, torch.float32)
         tiny = torch.finfo(dtype).tiny
-        teacher = torch.softmax(teacher_logits, dim=-1, dtype=dtype)
-        draft = torch.log_softmax(draft_logits, dim=-1, dtype=dtype)
-        label_logprob = draft.gather(1, labels[:, None]).squeeze(1)
-        label_teacher = teacher.gather(1, labels[:, None]).squeeze(1)
+        teacher = shard.log_softmax(teacher_logits, dtype).exp_()
+        draft = shard.log_softmax(draft_logits, dtype)
+        label_logprob, label_teacher = shard.pick(draft, labels), shard.pick(teacher, labels)
         has_soft_term = terms.soft_cross_entropy > 0 or terms.adaptive_kl_tv > 0
-        cross_entropy = -_dot(teacher, draft) if has_soft_term else torch.zeros_like(label_logprob)
+        cross_entropy = -shard.sum(_dot(teacher, draft)) if has_soft_term else torch.zeros_like(label_logprob)
         draft.exp_()
         # few [rows, vocabulary] temporaries: the difference of the distributions becomes the gradient in place
         is_draft_needed = terms.has_tv or terms.label_cross_entropy > 0
@@ -87,20 +89,21 @@ class _RowLoss(torch.autograd.Function):
             label_teacher = label_teacher * (1 - outside)
             gradient.addcmul_(teacher, outside.unsqueeze(1))
         label_acceptance = (label_logprob.exp() / label_teacher.clamp(min=tiny)).clamp(max=1.0)
-        tv = torch.linalg.vector_norm(gradient, ord=1, dim=-1) / 2
+        tv = shard.sum(torch.linalg.vector_norm(gradient, ord=1, dim=-1)) / 2
         tv = tv if outside is None else tv + outside / 2
         sign = gradient.sign() if terms.has_tv else None
         if outside is not None:
             gradient.addcmul_(teacher, outside.unsqueeze(1), value=-1)
-        loss, soft_factor, tv_factor = _combine_terms(terms, cross_entropy, teacher, tv)
+        loss, soft_factor, tv_factor = _combine_terms(terms, cross_entropy, teacher, tv, shard)
         loss -= label_logprob * terms.label_cross_entropy
         gradient *= soft_factor.unsqueeze(1)
         if terms.label_cross_entropy > 0:
             gradient.add_(draft, alpha=terms.label_cross_entropy)
-            gradient.scatter_add_(1, labels[:, None], gradient.new_full((len(labels), 1), -terms.label_cross_entropy))
+            columns, is_here = shard.locate(labels)
+            gradient.scatter_add_(1, columns[:, None], is_here[:, None].to(dtype) * -terms.label_cross_entropy)
         if sign is not None:
             # TV's gradient: q (s - sum(s q)) / 2 with s = sign(q - p)
-            sign -= _dot(sign, draft).unsqueeze(1)
+            sign -= shard.sum(_dot(sign, draft)).unsqueeze(1)
             gradient.addcmul_(draft.mul_(tv_factor.unsqueeze(1) / 2), sign)
         ctx.save_for_backward(gradient.to(draft_logits.dtype))
         ctx.mark_non_differentiable(tv, label_acceptance)
@@ -109,11 +112,11 @@ class _RowLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_outputs[0].unsqueeze(-1).to(gradient.dtype), None, None, None, None
+        return gradient * grad_outputs[0].unsqueeze(-1).to(gradient.dtype), None, None, None, None, None
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Return ``[r]``: the sum over the vocabulary of ``a * b``, both ``[r, V]``, without a temporary of that size.
+    """Return ``[r]``: the sum over the columns of ``a * b``, both ``[r, V]``, without a temporary of that size.
 
     Where the user lets float32 products run in TF32, the loss's value has its precision; the gradient of the
     cross-entropy has not.
@@ -122,7 +125,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _combine_terms(
-    terms: LossTerms, cross_entropy: Tensor, teacher: Tensor, tv: Tensor
+    terms: LossTerms, cross_entropy: Tensor, teacher: Tensor, tv: Tensor, shard: VocabShard
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return, each ``[r]``: the loss without its label term, and its derivatives by cross-entropy and by TV."""
     acceptance = (1 - tv).clamp(min=torch.finfo(tv.dtype).tiny)
@@ -131,7 +134,7 @@ def _combine_terms(
     tv_factor = 2 * terms.l1 + terms.log_acceptance / acceptance
     if terms.adaptive_kl_tv > 0:
         share = torch.exp(-KL_DECAY * acceptance)
-        kl = cross_entropy - torch.special.entr(teacher).sum(dim=-1)
+        kl = cross_entropy - shard.sum(torch.special.entr(teacher).sum(dim=-1))
         loss = loss + terms.adaptive_kl_tv * (share * kl + (1 - share) * tv)
         soft_factor = soft_factor + terms.adaptive_kl_tv * share
         tv_factor = tv_factor + terms.adaptive_kl_tv * (1 - share)
@@ -148,6 +151,7 @@ def compute_draft_loss(
     num_slots: int,
     terms: LossTerms,
     target_ids: Tensor | None = None,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the weighted loss of a chunk of draft rows, summed by slot.
 
@@ -164,6 +168,9 @@ def compute_draft_loss(
         terms: what the loss of a row is made of.
         target_ids: int64 ``[V_d]``, ascending: the tokens of a reduced draft vocabulary; None: all ``V`` of them. The
             cross-entropies and the KL are of the policy's distribution inside of it, TV is of the whole one.
+        shard: the tokens whose policy logits are given; None: all. The draft's vocabulary is cut the same way.
+            Collective over its group: every rank must call, with the same rows; each rank's gradient is that of its own
+            logits.
 
     Returns:
         ``[num_slots]`` weighted loss sums (zeros, still part of the graph, for no rows), and per row, detached:
@@ -174,31 +181,34 @@ def compute_draft_loss(
     Raises:
         ValueError: logits of other shapes.
     """
-    num_targets = teacher_logits.shape[1] if target_ids is None else target_ids.numel()
-    if draft_logits.shape != (teacher_logits.shape[0], num_targets):
+    shard = VocabShard.build(teacher_logits.shape[1]) if shard is None else shard
+    draft_shard = shard if target_ids is None else VocabShard.build(target_ids.numel(), shard.group)
+    if teacher_logits.shape[1] != shard.size or draft_logits.shape != (teacher_logits.shape[0], draft_shard.size):
         raise ValueError(
             f"draft_logits has shape {tuple(draft_logits.shape)} and teacher_logits {tuple(teacher_logits.shape)}; "
-            f"the two must be equal, but for a reduced vocabulary (here of {num_targets} tokens)"
+            f"the two must be equal, but for a reduced vocabulary (here of {draft_shard.size} tokens)"
         )
     teacher_logits, outside, is_inside = teacher_logits.detach(), None, None
-    best, best_of_teacher = draft_logits.argmax(-1), teacher_logits.argmax(-1)
+    best, best_of_teacher = draft_shard.argmax(draft_logits), shard.argmax(teacher_logits)
     if target_ids is not None:
         is_inside = torch.isin(labels, target_ids)
-        labels = torch.searchsorted(target_ids, labels).clamp(max=num_targets - 1)
+        labels = torch.searchsorted(target_ids, labels).clamp(max=target_ids.numel() - 1)
         best = target_ids[best]
-        teacher_logits, outside = restrict_teacher(teacher_logits, target_ids)
-    row_loss, tv, label_acceptance = _RowLoss.apply(draft_logits, teacher_logits, labels, outside, terms)
+        teacher_logits, outside = restrict_teacher(teacher_logits, target_ids, shard)
+        teacher_logits = teacher_logits[:, draft_shard.start : draft_shard.start + draft_shard.size]
+    row_loss, tv, label_acceptance = _RowLoss.apply(draft_logits, teacher_logits, labels, outside, terms, draft_shard)
     if is_inside is not None:
         label_acceptance = label_acceptance * is_inside
     stats = {"tv": tv, "top1": (best == best_of_teacher).to(tv.dtype), "label_acceptance": label_acceptance}
     return _sum_by_slot(row_loss * weights, slot_ids, num_slots), stats
 
 
-def restrict_teacher(teacher_logits: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+def restrict_teacher(teacher_logits: Tensor, target_ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Return the logits ``[r, V_d]`` of some tokens, and the probability ``[r]`` of all others (accumulator type)."""
-    inside = teacher_logits[:, target_ids]
+    columns, is_here = shard.locate(target_ids)
+    inside = shard.sum(teacher_logits[:, columns].masked_fill(~is_here, 0.0))
     dtype = torch.promote_types(teacher_logits.dtype, torch.float32)
-    log_inside = torch.logsumexp(inside.to(dtype), dim=1) - torch.logsumexp(teacher_logits.to(dtype), dim=1)
+    log_inside = torch.logsumexp(inside.to(dtype), dim=1) - shard.logsumexp(teacher_logits.to(dtype))
     return inside, -torch.expm1(log_inside.clamp(max=0.0))
 
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from specco.losses import LossTerms, compute_draft_loss
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
+from specco.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,11 @@ def fill_normal(parameter: Tensor, std: float) -> None:
     parameter.copy_(whole)
 
 
+def get_local_tensor(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter that tensor parallelism cuts, with its gradient; a whole one as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 class Draft(nn.Module):
     """A draft model: taps of the policy in, ``DraftRows`` out.
 
@@ -226,17 +232,20 @@ class Draft(nn.Module):
         """Return the parameters that ``compute_loss`` uses; ``forward`` uses all others."""
         return [] if self.lm_head is None else list(self.lm_head.parameters())
 
-    def compute_logits(self, rows: DraftRows, policy_head: Tensor) -> Tensor:
-        """Return the logits ``[r, V]`` of some rows.
+    def compute_logits(self, rows: DraftRows, policy_head: Tensor, shard: VocabShard | None = None) -> Tensor:
+        """Return the logits ``[r, V]`` of some rows; with a ``shard``, its columns of them.
 
         Args:
             rows: of ``forward``, or some of them.
             policy_head: ``[V, D]``, the policy's head weight, detached.
+            shard: the tokens that this rank computes, of which ``policy_head`` has the rows; None: all. Collective over
+                its group, forward and backward.
         """
-        return F.linear(rows.hidden, policy_head if self.lm_head is None else self.lm_head.weight)
+        weight = policy_head if self.lm_head is None else get_local_tensor(self.lm_head.weight)
+        return F.linear(rows.hidden if shard is None else shard.enter(rows.hidden), weight)
 
     def compute_loss(
-        self, rows: DraftRows, teacher_logits: Tensor, policy_head: Tensor
+        self, rows: DraftRows, teacher_logits: Tensor, policy_head: Tensor, shard: VocabShard | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted loss sums ``[num_slots]`` of some rows and their figures; see ``compute_draft_loss``.
 
@@ -244,15 +253,18 @@ class Draft(nn.Module):
 
         Args:
             rows: as in ``compute_logits``.
-            teacher_logits: ``[r, V]``, the policy's detached logits at each row's teacher row, before temperature.
+            teacher_logits: ``[r, V]``, the policy's detached logits at each row's teacher row, before temperature; with
+                a ``shard``, its columns.
             policy_head: as in ``compute_logits``.
+            shard: as in ``compute_logits``.
         """
         return compute_draft_loss(
-            self.compute_logits(rows, policy_head),
+            self.compute_logits(rows, policy_head, shard),
             teacher_logits,
             labels=rows.labels,
             weights=rows.weights,
             slot_ids=rows.slot_ids,
             num_slots=self.num_slots,
             terms=self.config.loss_terms,
+            shard=shard,
         )

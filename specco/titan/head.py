@@ -17,17 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.models.common.linear import Linear
 
 from specco.drafts.base import Draft, DraftRows
 from specco.ops.exchange import fetch_rows
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
+from specco.vocab_parallel import VocabShard, compute_logprobs
 
 
 class PolicyLoss(Protocol):
@@ -56,12 +58,13 @@ class HeadLinear(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: Tensor, head_fn: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
+    def forward(self, input: Tensor, *, head_fn: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return ``input @ weight.T``, or what ``head_fn(input, weight)`` makes of the two.
 
         Args:
             input: ``[..., D]``.
-            head_fn: called with the input and the full ``[V, D]`` weight; its one output tensor is returned.
+            head_fn: called with the input and the ``[V, D]`` weight, under tensor parallelism both DTensors of one
+                axis; its one output tensor is returned.
         """
         return super().forward(input) if head_fn is None else head_fn(input, self.weight)
 
@@ -98,6 +101,7 @@ class HeadPlan:
         chunk_rows: rows of one lm_head product.
         layout: which rows of the microbatch this rank holds; None: all, in order.
         group: context-parallel group of the layout; None at one rank.
+        tp_group: ranks over which the vocabulary is cut; None: it is not.
     """
 
     tokens: PackedTokens
@@ -108,6 +112,7 @@ class HeadPlan:
     chunk_rows: int = 1024
     layout: PackedLayout | None = None
     group: dist.ProcessGroup | None = None
+    tp_group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_rows < 1:
@@ -148,8 +153,8 @@ class _TeacherIndex:
 class _ChunkLoop:
     """One run over the chunks; holds the gradient buffers and the statistics."""
 
-    def __init__(self, plan: HeadPlan, draft: Draft | None, rows: DraftRows | None) -> None:
-        self.plan, self.draft, self.rows = plan, draft, rows
+    def __init__(self, plan: HeadPlan, draft: Draft | None, rows: DraftRows | None, shard: VocabShard) -> None:
+        self.plan, self.draft, self.rows, self.shard = plan, draft, rows, shard
         tokens = plan.tokens
         self.layout = PackedLayout.build(tokens.cu_seqlens) if plan.layout is None else plan.layout
         global_rows = self.layout.on_device("global_rows", tokens.input_ids.device)
@@ -215,8 +220,7 @@ class _ChunkLoop:
         with torch.enable_grad():
             leaf = wide.detach().requires_grad_()
             tempered = leaf if self.plan.temperature == 1.0 else leaf / self.plan.temperature
-            picked = tempered.gather(1, self.labels[chunk, None]).squeeze(1)
-            logprobs = picked - torch.logsumexp(tempered, dim=1)
+            logprobs = compute_logprobs(tempered, self.labels[chunk], self.shard)
             if self.plan.policy_loss_fn is None:
                 return wide.new_zeros(()), logprobs.detach(), None
             values = {name: v[chunk] for name, v in self.values.items()}
@@ -251,7 +255,8 @@ class _ChunkLoop:
             teacher = logits[index.places[begin : begin + picked.numel()] - start]
             with torch.enable_grad():
                 leaf = draft_hidden[picked].requires_grad_()
-                loss_sums, row_stats = self.draft.compute_loss(self.rows.pick(picked, leaf), teacher, policy_head)
+                rows = self.rows.pick(picked, leaf)
+                loss_sums, row_stats = self.draft.compute_loss(rows, teacher, policy_head, self.shard)
                 loss = loss_sums.sum() * self.plan.draft_scale
                 grad, *grads = torch.autograd.grad(loss, [leaf, *parameters])
             grad_hidden[picked] = grad
@@ -284,20 +289,24 @@ def compute_head_loss(
 
     Args:
         lm_head: the policy's head; called once, so that FSDP gathers its weight once and reduces its gradient once.
-        hidden: ``[1, T, D]``, the policy's final normalised hidden rows, this rank's in layout order.
+        hidden: ``[1, T, D]``, the policy's final normalised hidden rows, this rank's in layout order; under tensor
+            parallelism a DTensor, whole on every rank of "tp".
         plan: what to compute.
         draft: the draft whose rows are given; its own parameters must be unsharded now.
         rows: the draft's rows, or None: the policy alone.
 
     Returns:
-        (loss scalar in the accumulator type, statistics). Collective over the plan's group, and over what FSDP gathers:
-        every rank must call.
+        (loss scalar in the accumulator type, statistics). Collective over the plan's groups, and over what FSDP
+        gathers: every rank must call.
     """
-    loop = _ChunkLoop(plan, draft, rows)
+    loop = _ChunkLoop(plan, draft, rows, VocabShard.build(lm_head.out_features, plan.tp_group))
     draft_hidden = None if rows is None else rows.hidden
     draft_parameters = [] if draft is None or rows is None else draft.get_head_parameters()
 
     def run(flat: Tensor, weight: Tensor) -> Tensor:
+        if isinstance(flat, DTensor):
+            # each rank's gradient of the rows is that of its own part of the vocabulary
+            flat, weight = flat.to_local(grad_placements=[Partial()]), cast(DTensor, weight).to_local()
         return _LossWithGradients.apply(loop, flat, weight, draft_hidden, *draft_parameters)
 
     loss = lm_head(hidden.flatten(0, 1), head_fn=run)

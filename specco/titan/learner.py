@@ -109,7 +109,8 @@ class Learner(Configurable):
         self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
         self.parallel_dims.build_mesh()
         # "batch": ranks with different microbatches; "loss": those and the ranks that hold other rows of the same one
-        self.batch_group, self.loss_group, self.cp_group = (self._get_group(axis) for axis in ("batch", "loss", "cp"))
+        self.batch_group, self.loss_group = self._get_group("batch"), self._get_group("loss")
+        self.cp_group, self.tp_group = self._get_group("cp"), self._get_group("tp")
         self.cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
@@ -171,8 +172,8 @@ class Learner(Configurable):
         """Take one optimizer step. Collective: every rank must call.
 
         Args:
-            microbatches: this data-parallel rank's share, the same on all its cp peers; data-parallel ranks may hold
-                different numbers of them, or none.
+            microbatches: this data-parallel rank's share, the same on all its cp and tp peers; data-parallel ranks may
+                hold different numbers of them, or none.
             policy_loss_fn: sums of the policy's loss from logprobs and the ``row_values`` of the tokens; the same on
                 every rank.
 
@@ -180,7 +181,7 @@ class Learner(Configurable):
             The step's metrics, the same on every rank. Losses are means over all trained tokens of all ranks.
 
         Raises:
-            ValueError: other microbatches on a cp peer, on every rank.
+            ValueError: other microbatches on a cp or tp peer, on every rank.
         """
         draw_key = (self.config.debug.seed or 0, self.num_steps)
         microbatches = [replace(tokens, draw_key=draw_key) for tokens in microbatches]
@@ -201,6 +202,7 @@ class Learner(Configurable):
                 chunk_rows=self.config.chunk_rows,
                 layout=layout,
                 group=self.cp_group,
+                tp_group=self.tp_group,
             )
             results.append(self._forward_backward(plan))
         metrics = self._get_learning_rates() | self._update()
@@ -222,18 +224,20 @@ class Learner(Configurable):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.batch_group)
         if float(sums[0]) > 0:
             raise ValueError(
-                "microbatches differ between ranks of one data-parallel rank; its cp peers must be given the same"
+                "microbatches differ between the cp and tp peers of a data-parallel rank; they must be given the same"
             )
         return int(most), float(sums[1]), sums[2:]
 
     def _find_differing_peers(self, microbatches: Sequence[PackedTokens]) -> float:
         """Return 1 where a peer that trains on the same data was given other microbatches, else 0."""
-        if self.cp_group is None:
-            return 0.0
         digest = float(compute_digest(microbatches) >> 16)  # 48 bits: whole in float64
-        bounds = torch.tensor([digest, -digest], dtype=torch.float64, device=self.device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.cp_group)
-        return float(bounds[0] != -bounds[1])
+        differs = 0.0
+        for group in (self.cp_group, self.tp_group):
+            if group is not None:
+                values = torch.tensor([digest, -digest, differs], dtype=torch.float64, device=self.device)
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+                differs = max(float(values[2]), float(values[0] != -values[1]))
+        return differs
 
     def _run_policy(
         self, policy: Qwen3Policy, tokens: PackedTokens, layout: PackedLayout
@@ -255,6 +259,7 @@ class Learner(Configurable):
             chunk_rows=self.config.chunk_rows,
             layout=layout,
             group=self.cp_group,
+            tp_group=self.tp_group,
         )
         _, stats = compute_head_loss(self.reference.lm_head, hidden, plan)
         logprobs = stats.logprobs.new_zeros(tokens.num_tokens)

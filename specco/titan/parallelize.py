@@ -10,6 +10,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
+from specco.distributed.draft_plan import apply_draft_tp
 from specco.drafts.base import Draft
 from specco.titan.policy import Qwen3Policy
 
@@ -45,6 +46,10 @@ def parallelize_policy(
         ValueError: a degree that is not supported, or another backend.
     """
     check_parallelism(parallelism)
+    if parallel_dims.tp_enabled:
+        if model.draft is not None:
+            apply_draft_tp(model.draft, parallel_dims.get_mesh("tp"))
+        model.parallelize(parallel_dims)
     if model.draft is not None:
         shard_draft(model.draft, parallel_dims=parallel_dims, training=training)
     if ac_config is not None:
@@ -81,7 +86,7 @@ def check_parallelism(parallelism: ParallelismConfig) -> None:
     """
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(f'parallelism.spmd_backend is {parallelism.spmd_backend!r}; allowed is "partial_dtensor"')
-    _check_degrees(parallelism, ("tensor_parallel", "pipeline_parallel", "expert_parallel"), "the learner")
+    _check_degrees(parallelism, ("pipeline_parallel", "expert_parallel"), "the learner")
 
 
 def check_trainer_parallelism(parallelism: ParallelismConfig) -> None:

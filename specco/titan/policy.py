@@ -11,11 +11,15 @@ not know whether there is a draft: it reads detached tensors, and its parameters
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import CosSinRoPE, Embedding
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -37,15 +41,26 @@ class PolicyEmbedding(Embedding):
     class Config(Embedding.Config):
         pass
 
+    _embed_fn: Callable[[Tensor], Tensor] | None = None
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        """Let torchtitan wrap the look-up of one tensor, which its plan is written for, and call that for each."""
+        instance = cast(Any, self)
+        instance.forward = super().forward
+        super().parallelize(parallel_dims)
+        self._embed_fn = instance.forward
+        del instance.forward
+
     def forward(  # pyrefly: ignore[bad-override]
-        self, input: Tensor, detached_ids: Tensor | None = None
+        self, input: Tensor, *, detached_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the embeddings of ``input``; given ``detached_ids``, also theirs, without gradient."""
-        embeddings = super().forward(input)
+        """Return the embeddings of ``input``; given ``detached_ids`` ``[B, L]``, also theirs, without gradient."""
+        embed_fn = self._embed_fn or super().forward
+        embeddings = embed_fn(input)
         if detached_ids is None:
             return embeddings
         with torch.no_grad():
-            return embeddings, super().forward(detached_ids)
+            return embeddings, embed_fn(detached_ids)
 
 
 class AnyDtypeRoPE(CosSinRoPE):
@@ -132,7 +147,8 @@ class Qwen3Policy(Qwen3Model):
 
         Returns:
             Without ``packed_tokens``: logits ``[B, L, V]``, or the final normalised hidden rows ``[B, L, D]`` where
-            ``_skip_lm_head`` is set. With them: the hidden rows, and the draft's rows or None where there is no draft.
+            ``_skip_lm_head`` is set. With them: the hidden rows, under tensor parallelism a DTensor, whole on every
+            rank of "tp", and the draft's rows or None where there is no draft.
         """
         if attention_masks is None:
             attention_masks = _build_masks(tokens, positions, packed_tokens)
@@ -151,8 +167,8 @@ class Qwen3Policy(Qwen3Model):
         if draft is None:
             return h, None
         layout, group = attention_masks
-        flat_taps, flat_embeddings = torch.cat(taps, dim=-1).flatten(0, 1), embeddings.flatten(0, 1)
-        return h, draft(flat_taps, flat_embeddings, packed_tokens, layout, group, mask_embedding)
+        rows = (_gather_rows(torch.cat(taps, dim=-1)), _gather_rows(embeddings))
+        return h, draft(*rows, packed_tokens, layout, group, mask_embedding)
 
     def _embed(self, tokens: Tensor, mask_token_id: int | None) -> tuple[Tensor, Tensor | None]:
         """Return (embeddings of the tokens, detached embedding ``[D]`` of the mask token or None)."""
@@ -160,8 +176,13 @@ class Qwen3Policy(Qwen3Model):
             return tokens, None
         if mask_token_id is None:
             return self.tok_embeddings(tokens), None
-        h, (mask_embedding,) = self.tok_embeddings(tokens, tokens.new_tensor([mask_token_id]))
-        return h, mask_embedding
+        h, masks = self.tok_embeddings(tokens, detached_ids=tokens.new_tensor([[mask_token_id]]))
+        return h, _gather_rows(masks)[0]
+
+
+def _gather_rows(x: Tensor) -> Tensor:
+    """Return detached rows ``[T, D]`` of ``[B, L, D]``, also those that sequence parallelism keeps on other ranks."""
+    return (x.full_tensor() if isinstance(x, DTensor) else x).flatten(0, 1)
 
 
 def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: PackedTokens | None) -> PackedMasks:

@@ -32,7 +32,11 @@ LAYOUT_RUNS = {
     "dp_replicate2": FAMILIES,
     "cp2": (*FAMILIES, *FEW_TARGETS, "microbatches", "permuted", "checkpointed", "kl"),
     "cp4": (*FAMILIES, *FEW_TARGETS),
+    "tp2": (*FAMILIES, *FEW_TARGETS, "microbatches", "checkpointed", "kl"),
+    "tp2_no_sp": ("dspark",),
     "fsdp2_cp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "differing_peers"),
+    "fsdp2_tp2": (*FAMILIES, "lopsided"),
+    "cp2_tp2": (*FAMILIES, *FEW_TARGETS),
 }
 """Runs of each layout beside "1" and "fsdp2", which have all of ``VARIANTS``."""
 
@@ -43,7 +47,9 @@ RUNS = {
 }
 """Runs by number of ranks."""
 for layout, names in LAYOUT_RUNS.items():
-    RUNS[4 if layout in ("cp4", "fsdp2_cp2") else 2] += [f"{layout}/{name}" for name in ("alone", *names)]
+    RUNS[2 if layout in ("dp_replicate2", "cp2", "tp2", "tp2_no_sp") else 4] += [
+        f"{layout}/{name}" for name in ("alone", *names)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +111,7 @@ def is_of_draft(name: str) -> bool:
     ("layout", "name"),
     [
         *[(layout, name) for layout in ("1", "fsdp2") for name in (*FAMILIES, "weight0")],
-        *[(layout, name) for layout in LAYOUT_RUNS for name in FAMILIES],
+        *[(layout, name) for layout, names in LAYOUT_RUNS.items() for name in FAMILIES if name in names],
     ],
 )
 def test_policy_is_bit_equal_with_and_without_draft(runs: Path, layout: str, name: str) -> None:
@@ -159,7 +165,7 @@ def test_layout_and_packing_change_nothing(runs: Path, layout: str, name: str) -
             assert math.isclose(row[key], value, rel_tol=1e-9, abs_tol=1e-12), (key, row[key], value)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp4", "fsdp2_cp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "cp4", "fsdp2_cp2", "cp2_tp2"])
 def test_clipping_is_at_work_and_apart(runs: Path, layout: str) -> None:
     joint, metrics = load(runs, layout, "joint")
     for part, max_norm in {"policy": 0.05, "draft": 0.5}.items():

@@ -117,7 +117,7 @@ def test_same_seed_gives_the_same_rows(folder: Path) -> None:
     [
         (["--learner.policy_path", "nowhere"], "nowhere"),
         (["--group_size", "1"], "group_size is 1"),
-        (["--learner.parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree is 2"),
+        (["--learner.parallelism.pipeline_parallel_degree", "2"], "pipeline_parallel_degree is 2"),
         (["--stepz", "3"], "stepz"),
     ],
 )

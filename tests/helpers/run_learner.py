@@ -45,6 +45,10 @@ LAYOUTS = {
     "cp2": {"context_parallel_degree": 2},
     "cp4": {"context_parallel_degree": 4},
     "fsdp2_cp2": {"context_parallel_degree": 2},
+    "tp2": {"tensor_parallel_degree": 2},
+    "tp2_no_sp": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
+    "fsdp2_tp2": {"tensor_parallel_degree": 2},
+    "cp2_tp2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
 }
 """Degrees of each layout; the ranks that are left are FSDP's."""
 

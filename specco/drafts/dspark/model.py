@@ -19,12 +19,14 @@ Source: DSpark (arXiv 2607.05147), its plain ("vanilla") Markov head; names as v
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specco.drafts.base import DraftRows
+from specco.drafts.base import DraftRows, get_local_tensor
 from specco.drafts.block import BlockDraft
 from specco.drafts.dspark.config import DSparkConfig
 from specco.losses import compute_confidence_loss
+from specco.vocab_parallel import VocabShard
 
 
 class MarkovHead(nn.Module):
@@ -68,9 +70,12 @@ class DSparkDraft(BlockDraft):
         heads = [self.markov_head] if self.confidence_head is None else [self.markov_head, self.confidence_head]
         return [parameter for head in heads for parameter in head.parameters()]
 
-    def compute_logits(self, rows: DraftRows, policy_head: Tensor) -> Tensor:
+    def compute_logits(self, rows: DraftRows, policy_head: Tensor, shard: VocabShard | None = None) -> Tensor:
         embedded = self.markov_head.markov_w1(rows.previous_ids)
-        return super().compute_logits(rows, policy_head) + self.markov_head.markov_w2(embedded)
+        bias = F.linear(
+            embedded if shard is None else shard.enter(embedded), get_local_tensor(self.markov_head.markov_w2.weight)
+        )
+        return super().compute_logits(rows, policy_head, shard) + bias
 
     def compute_confidence_logits(self, rows: DraftRows) -> Tensor:
         """Return ``[r]``: logits of the probability that each row's token is accepted."""
@@ -81,9 +86,9 @@ class DSparkDraft(BlockDraft):
         return self.confidence_head.proj(inputs).squeeze(-1)
 
     def compute_loss(
-        self, rows: DraftRows, teacher_logits: Tensor, policy_head: Tensor
+        self, rows: DraftRows, teacher_logits: Tensor, policy_head: Tensor, shard: VocabShard | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        loss_sums, stats = super().compute_loss(rows, teacher_logits, policy_head)
+        loss_sums, stats = super().compute_loss(rows, teacher_logits, policy_head, shard)
         if self.confidence_head is None:
             return loss_sums, stats
         confidence_sums = compute_confidence_loss(

@@ -1,0 +1,37 @@
+"""What is refused when a config is read, with both sides named."""
+
+import pytest
+from torchtitan.config.configs import ParallelismConfig
+
+from specco.distributed.draft_plan import check_draft_tp
+from specco.drafts.eagle3.config import Eagle3Config
+from specco.titan.parallelize import check_parallelism, check_trainer_parallelism
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "message"),
+    [
+        (check_parallelism, {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree is 2; the learner supports 1"),
+        (check_parallelism, {"spmd_backend": "full_dtensor"}, "spmd_backend is 'full_dtensor'"),
+        (check_trainer_parallelism, {"context_parallel_degree": 4}, "context_parallel_degree is 4; torchtitan's Train"),
+        (check_trainer_parallelism, {"tensor_parallel_degree": 2}, "tensor_parallel_degree is 2; torchtitan's Train"),
+    ],
+)
+def test_degrees_are_refused(check, changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(ParallelismConfig(**({"spmd_backend": "partial_dtensor"} | changes)))
+
+
+def test_degrees_of_the_learner_are_allowed() -> None:
+    degrees = {"context_parallel_degree": 4, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+    check_parallelism(ParallelismConfig(spmd_backend="partial_dtensor", **degrees))
+
+
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"])
+def test_draft_that_cannot_be_cut_is_refused(name: str) -> None:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 12, "hidden_size": 20}
+    others = {"head_dim": 2, "vocab_size": 11, "target_layer_ids": (0,)}
+    check_draft_tp(Eagle3Config(**sizes, **others), 4)
+    odd = {"num_attention_heads": 6, "num_key_value_heads": 2} if "heads" in name else {name: sizes[name] + 1}
+    with pytest.raises(ValueError, match=f"draft's num_attention_heads is 6|draft's {name} is .*degree=4"):
+        check_draft_tp(Eagle3Config(**(sizes | odd), **others), 4)
