@@ -40,16 +40,22 @@ LAYOUT_RUNS = {
 }
 """Runs of each layout beside "1" and "fsdp2", which have all of ``VARIANTS``."""
 
-RUNS = {
-    1: [f"1/{name}" for name in VARIANTS],
-    2: [f"fsdp2/{name}" for name in VARIANTS],
-    4: [],
-}
-"""Runs by number of ranks."""
+RESUMED_RUNS = [
+    ("cp2", "resumed"),
+    ("tp2", "dspark_resumed"),
+    ("fsdp2_cp2", "dspark_resumed"),
+    ("cp2_tp2", "resumed"),
+]
+"""Runs that go on from a checkpoint that "fsdp2" has saved."""
+
+TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp")
+
+RUNS = {1: [f"1/{name}" for name in VARIANTS], 2: [f"fsdp2/{name}" for name in (*VARIANTS, "saved", "dspark_saved")]}
+"""Runs by number of ranks, in this order."""
+RUNS[4] = []
 for layout, names in LAYOUT_RUNS.items():
-    RUNS[2 if layout in ("dp_replicate2", "cp2", "tp2", "tp2_no_sp") else 4] += [
-        f"{layout}/{name}" for name in ("alone", *names)
-    ]
+    resumed = [name for other, name in RESUMED_RUNS if other == layout]
+    RUNS[2 if layout in TWO_RANKS else 4] += [f"{layout}/{name}" for name in ("alone", *names, *resumed)]
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +166,20 @@ def test_layout_and_packing_change_nothing(runs: Path, layout: str, name: str) -
     for tensor, value in expected.items():
         assert relative_error(actual[tensor], value) <= STEP_FLOAT64, tensor
     for row, expected_row in zip(metrics, expected_metrics, strict=True):
+        assert row.keys() == expected_row.keys()
+        for key, value in expected_row.items():
+            assert math.isclose(row[key], value, rel_tol=1e-9, abs_tol=1e-12), (key, row[key], value)
+
+
+@pytest.mark.parametrize(("layout", "name"), RESUMED_RUNS)
+def test_resume_in_another_layout(runs: Path, layout: str, name: str) -> None:
+    """Saved at fsdp 2 after one step; the two steps after are those of a run without the stop."""
+    expected, expected_metrics = load(runs, "1", "dspark" if name.startswith("dspark") else "joint")
+    actual, metrics = load(runs, layout, name)
+    assert actual.keys() == {tensor for tensor in expected if not tensor.startswith("grad/0/")}
+    for tensor, value in actual.items():
+        assert relative_error(value, expected[tensor]) <= STEP_FLOAT64, tensor
+    for row, expected_row in zip(metrics, expected_metrics[1:], strict=True):
         assert row.keys() == expected_row.keys()
         for key, value in expected_row.items():
             assert math.isclose(row[key], value, rel_tol=1e-9, abs_tol=1e-12), (key, row[key], value)

@@ -31,6 +31,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import PackedTokens, pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
+from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
 from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
 from specco.titan.registry import make_model_spec  # noqa: E402
@@ -72,6 +73,14 @@ VARIANTS = {
     "nan_policy": {"poisoned": "layers."},
 }
 """What each run changes; "joint" is the plain one."""
+
+CHECKPOINT_VARIANTS = {
+    "saved": {"is_saved": True},
+    "resumed": {"is_resumed": True},
+    "dspark_saved": {"family": "dspark", "is_saved": True},
+    "dspark_resumed": {"family": "dspark", "is_resumed": True},
+}
+"""Runs that end after the first step with a checkpoint, and runs that go on from it, in whatever layout."""
 
 
 def make_documents(step: int, has_few_targets: bool) -> dict[str, list[torch.Tensor]]:
@@ -143,33 +152,39 @@ def build_learner(policy_path: str, draft_path: str, layout: str, has_draft: boo
 
 def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name: str) -> None:
     """Run the steps of one variant and save them on rank 0."""
-    changes = dict(VARIANTS[name])
+    changes = dict((VARIANTS | CHECKPOINT_VARIANTS)[name])
     batch_choices = ("max_tokens", "is_permuted", "is_lopsided", "has_few_targets")
     batch = {key: changes.pop(key) for key in batch_choices if key in changes}
     poisoned = changes.pop("poisoned", None)
     loss = GrpoLoss()
     if changes.pop("has_reference", False):
         loss, changes["reference_path"] = GrpoLoss(kl_coef=0.1), policy_path
-    draft_path = f"{draft_path}/{changes.pop('family', 'eagle3')}"
+    is_saved, is_resumed = changes.pop("is_saved", False), changes.pop("is_resumed", False)
+    family = changes.pop("family", "eagle3")
+    draft_path, checkpoints = f"{draft_path}/{family}", out.parent / "checkpoints" / family
     learner = build_learner(policy_path, draft_path, layout, changes.pop("has_draft", True), **changes)
     parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
+    if is_resumed:
+        load_checkpoint(list_checkpoints(checkpoints)[-1], {"learner": learner})
     tensors, metrics = {}, []
 
     def save_gradients(*_: object) -> None:
         for parameter_name, parameter in parameters.items():
             if parameter.grad is not None:
-                tensors[f"grad/{len(metrics)}/{parameter_name}"] = parameter.grad.full_tensor().clone()
+                tensors[f"grad/{learner.num_steps}/{parameter_name}"] = parameter.grad.full_tensor().clone()
 
     def poison(grad: torch.Tensor) -> torch.Tensor:
-        return grad * float("nan") if len(metrics) == 1 else grad
+        return grad * float("nan") if learner.num_steps == 1 else grad
 
     for optimizer in learner.optimizers:
         optimizer.register_step_pre_hook(save_gradients)
     if poisoned is not None:
         parameter = next(p for n, p in parameters.items() if n.startswith(poisoned))
         parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
-    for step in range(NUM_STEPS):
+    for step in range(learner.num_steps, 1 if is_saved else NUM_STEPS):
         metrics.append(learner.step(make_microbatches(learner, step, **batch), loss))
+    if is_saved:
+        save_checkpoint(checkpoints, 1, {"learner": learner}, keep=1)
     for parameter_name, parameter in parameters.items():
         tensors[f"weight/{parameter_name}"] = parameter.detach().full_tensor().clone()
     if dist.get_rank() == 0:
