@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 from torch.nn.attention.flex_attention import BlockMask as TileMask
 
-from specco.ops.kernels import BlockMask
+from specco.ops.kernels import HALF_TYPES, BlockMask
 
 logger = logging.getLogger(__name__)
 
-_HALF_TYPES = (torch.float16, torch.bfloat16)
 _TILE = 128
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 _MIN_FLASH_ATTN = (2, 7)
@@ -82,7 +81,7 @@ class FlashBackend:
 
     def missing(self, device: torch.device, dtype: torch.dtype) -> str | None:
         reason = describe_missing_gpu(device, 8)
-        if reason is None and dtype not in _HALF_TYPES:
+        if reason is None and dtype not in HALF_TYPES:
             reason = f"FlashAttention computes in float16 and bfloat16, these tensors are {dtype}"
         return reason or FlexBackend().missing(device, dtype)
 
@@ -171,8 +170,8 @@ class FlexBackend:
 
     and FlexAttention is differentiable in both. In its backward they give ``ds = w_p p_p (dout . v - dout . out)`` with
     ``w_p p_p = exp(s - lse)``: the formula of the seam. The price is the block's forward once more, 7/5 of the
-    multiply-adds of a backward alone; calling the backward operator itself would save it, but its arguments are
-    private and differ between torch 2.11 and 2.13.
+    multiply-adds of a backward alone; the backward operator itself would save it, but its arguments are private, and
+    only public functions are called here.
     """
 
     is_ragged = True
@@ -181,7 +180,7 @@ class FlexBackend:
         reason = describe_missing_gpu(device, 7)
         if reason is None and importlib.util.find_spec("triton") is None:
             reason = "FlexAttention is compiled by triton, which is not installed"
-        if reason is None and dtype not in (*_HALF_TYPES, torch.float32):
+        if reason is None and dtype not in (*HALF_TYPES, torch.float32):
             reason = f"FlexAttention computes in float16, bfloat16 and float32, these tensors are {dtype}"
         return reason
 

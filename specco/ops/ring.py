@@ -89,8 +89,16 @@ class RingComm:
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Return K and V in one buffer ``[2, T, K, H]``: one message."""
-    return torch.stack([k, v])
+    """Return K and V in one buffer ``[2, K, T, H]``: one message, and heads-major, as the CPU's kernels want it."""
+    kv = k.new_empty(2, k.shape[1], k.shape[0], k.shape[2])
+    kv[0].copy_(k.transpose(0, 1))
+    kv[1].copy_(v.transpose(0, 1))
+    return kv
+
+
+def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views ``k, v [T, K, H]`` of a buffer."""
+    return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
 
 
 def add_contributions(total: Tensor, contributions: Contributions) -> None:
@@ -134,7 +142,7 @@ class RingShards:
         for step in range(size):
             if step < size - 1:
                 comm.post([(kv_held, following)], [(kv_free, preceding)])
-            visit(step, (self.layout.cp_rank - step) % size, kv_held[0], kv_held[1])
+            visit(step, (self.layout.cp_rank - step) % size, *_unpack(kv_held))
             comm.wait()
             kv_held, kv_free = kv_free, kv_held
 
@@ -265,23 +273,23 @@ class GatheredShards:
         for source in self._sources:
             rows, self._bases[source] = find_needed_rows(layout, source, rank, self.window)
             num_rows = layout.num_rows if rows is None else rows.numel()
-            self._held[source] = kv.new_empty(2, num_rows, *kv.shape[2:])
+            self._held[source] = kv.new_empty(*kv.shape[:2], num_rows, kv.shape[3])
             receives.append((self._held[source], source))
         sends: list[tuple[Tensor, int]] = []
-        copied, copy = torch.empty(0, dtype=torch.int64), kv[:, :0]
+        copied, copy = torch.empty(0, dtype=torch.int64), kv[:, :, :0]
         for reader in reversed(self._sources):
             rows, _ = find_needed_rows(layout, rank, reader, self.window)
             if rows is None:
                 sends.append((kv, reader))
                 continue
             if not torch.equal(rows, copied):  # without a window one copy serves all readers
-                copied, copy = rows, kv.index_select(1, rows.to(kv.device))
+                copied, copy = rows, kv.index_select(2, rows.to(kv.device))
             sends.append((copy, reader))
         comm.post(sends, receives)
 
     def _shards(self) -> list[tuple[int, Tensor, Tensor]]:
         own = [(self.layout.cp_rank, self.k, self.v)]
-        return own + [(source, self._held[source][0], self._held[source][1]) for source in self._sources]
+        return own + [(source, *_unpack(self._held[source])) for source in self._sources]
 
     def forward(self, visit: ForwardVisit) -> None:
         """Show every shard to ``visit``. No collective but the wait for what the constructor posted."""
@@ -312,7 +320,7 @@ class GatheredShards:
             rows, _ = find_needed_rows(self.layout, rank, reader, self.window)
             shape = (2, total.shape[1] if rows is None else rows.numel(), *total.shape[2:])
             arriving = torch.empty(shape, dtype=dtype, device=total.device)
-            self._comm.post([(take(owner, self._held[owner].shape), owner)], [(arriving, reader)])
+            self._comm.post([(take(owner, self._held[owner].transpose(1, 2).shape), owner)], [(arriving, reader)])
             self._comm.wait()
             if rows is None:
                 total += arriving
