@@ -15,8 +15,9 @@ take turns, the order turning by one each time:
 
 cpu_s       CPU seconds of the busiest rank, forward and backward (time.process_time: all threads of the process)
 wall_s      seconds of the slowest rank; means something only where each rank has a core of its own
-peak_mib    growth of the resident peak during one untimed step (VmHWM, reset through /proc/self/clear_refs, over VmRSS
-            before it; malloc is told to map every block of 64 KiB or more, so that freed memory leaves VmRSS at once)
+peak_mib    growth of the resident peak during a step, median of three untimed ones (VmHWM, reset through
+            /proc/self/clear_refs, over VmRSS before it; malloc is told to map every block of 64 KiB or more, so that
+            freed memory leaves VmRSS at once)
 saved_mib   what forward keeps for backward, its inputs too: storages that saved_tensors_hooks sees or our Trunk holds,
             each once
 sent_mib    bytes sent by a rank, the largest over ranks; wait_s: seconds that rank stood waiting
@@ -59,6 +60,7 @@ from specco.ops.passes import build_query_pass, count_pairs
 
 MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+MEMORY_STEPS = 3
 FIGURES = ("cpu_s", "wall_s", "peak_mib", "saved_mib", "sent_mib", "wait_s")
 
 
@@ -285,8 +287,8 @@ def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> l
         turn = repeat % len(variants)
         for name in variants[turn:] + variants[:turn]:
             rows.append({"variant": name, "repeat": repeat, **time_step(case, *built[name])})
-    memory = {name: measure_memory(case, *built[name]) for name in variants}
-    return [row | memory[str(row["variant"])] for row in rows]
+    memory = [{name: measure_memory(case, *built[name]) for name in variants} for _ in range(MEMORY_STEPS)]
+    return [row | memory[row["repeat"] % MEMORY_STEPS][str(row["variant"])] for row in rows]
 
 
 def worker(rank: int, cp: int, store: str, cases: list[Case], options: argparse.Namespace, out: str) -> None:
