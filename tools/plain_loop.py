@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.rl.grpo import GrpoLoss
-from specco.titan.policy import Qwen3Policy
+from specco.titan.policy import Policy
 
 
 def make_rope(length: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,7 @@ class PlainModel(nn.Module):
 
     def __init__(
         self,
-        policy: Qwen3Policy.Config,
+        policy: Policy.Config,
         policy_weights: Iterable[tuple[str, Tensor]],
         draft: Eagle3Config,
         draft_weights: Iterable[tuple[str, Tensor]],

@@ -51,10 +51,12 @@ class PackedAttention(Module):
     class Config(Module.Config):
         backend: Literal["auto", "cpu", "flash", "flex", "naive"] = "auto"
         """Kernel of ``specco.ops``; "auto" takes the fastest that runs on the tensors' device."""
+        window: int | None = None
+        """Sliding window of this layer, in tokens: a row sees itself and the ``window - 1`` rows before; None: all."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.backend = config.backend
+        self.backend, self.window = config.backend, config.window
 
     def forward(
         self,
@@ -65,6 +67,7 @@ class PackedAttention(Module):
         attention_masks: PackedMasks,
         scale: float | None = None,
         enable_gqa: bool = False,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attend, row by row, to the earlier rows of the same document and to the row itself.
 
@@ -75,6 +78,7 @@ class PackedAttention(Module):
             attention_masks: layout and group. Collective over the group: every rank must call.
             scale: of the scores; None is ``H ** -0.5``.
             enable_gqa: whether ``K`` may differ from ``N``.
+            sinks: ``[N]``, attention-sink logit of each head, in the softmax's denominator only; None: no sinks.
 
         Returns:
             ``[B, L, N, H]``; rows of padding are 0.
@@ -91,6 +95,7 @@ class PackedAttention(Module):
         q, k, v = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         if q.shape[0] != layout.global_rows.numel():
             raise ValueError(f"the batch has {q.shape[0]} rows, but its layout has {layout.global_rows.numel()}")
-        out = ring_attention(q, k, v, layout=layout, group=group, scale=scale, backend=self.backend)
+        options = {"window": self.window, "sinks": sinks, "scale": scale, "backend": self.backend}
+        out = ring_attention(q, k, v, layout=layout, group=group, **options)
         assert isinstance(out, Tensor)
         return out.view(q_BLNH.shape)

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
-from specco.titan.policy import Qwen3Policy, make_qwen3_config
+from specco.titan.policy import Policy
+from specco.titan.sizes import make_policy_config
 
 DRAFT_PREFIX = "draft."
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def named_policy_weights(policy: Qwen3Policy) -> Iterator[tuple[str, Tensor]]:
+def named_policy_weights(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Yield the policy's weights by their Hugging Face names, full and detached, the draft's left out.
 
     Collective over the policy's meshes: every rank must run the iterator to its end.
@@ -37,13 +38,13 @@ def named_policy_weights(policy: Qwen3Policy) -> Iterator[tuple[str, Tensor]]:
     Yields:
         (name, tensor of the parameter's dtype, on its device); fused projections come split.
     """
-    adapter = Qwen3StateDictAdapter(policy.config, None)
+    adapter = Qwen3StateDictAdapter(cast(Any, policy.config), None)
     for prefix, module in _gather_units(policy):
         for name, tensor in adapter.to_hf(module.state_dict(prefix=prefix)).items():
             yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _gather_units(policy: Qwen3Policy) -> Iterator[tuple[str, nn.Module]]:
+def _gather_units(policy: Policy) -> Iterator[tuple[str, nn.Module]]:
     """Yield (prefix of the names, module): each layer, and each other child. The adapter drops the draft's names."""
     for name, child in policy.named_children():
         if name == "layers":
@@ -52,7 +53,7 @@ def _gather_units(policy: Qwen3Policy) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.", child
 
 
-def save_policy(policy: Qwen3Policy, path: str | Path, *, tokenizer_path: str | Path, eos_token_id: int) -> None:
+def save_policy(policy: Policy, path: str | Path, *, tokenizer_path: str | Path, eos_token_id: int) -> None:
     """Write the policy as a Hugging Face directory; the whole directory appears at once or not at all.
 
     Collective: every rank must call. Rank 0 writes.
@@ -86,7 +87,7 @@ def save_policy(policy: Qwen3Policy, path: str | Path, *, tokenizer_path: str | 
         dist.barrier()
 
 
-def make_hf_config(policy: Qwen3Policy, *, eos_token_id: int) -> dict[str, Any]:
+def make_hf_config(policy: Policy, *, eos_token_id: int) -> dict[str, Any]:
     """Return the contents of ``config.json`` for a dense Qwen3 policy."""
     config = policy.config
     layer = config.layers[0]
@@ -112,7 +113,7 @@ def make_hf_config(policy: Qwen3Policy, *, eos_token_id: int) -> dict[str, Any]:
     }
 
 
-def read_policy_config(path: str | Path) -> Qwen3Policy.Config:
+def read_policy_config(path: str | Path) -> Policy.Config:
     """Build the policy's config from the ``config.json`` of a Hugging Face directory.
 
     Raises:
@@ -126,7 +127,8 @@ def read_policy_config(path: str | Path) -> Qwen3Policy.Config:
             raise ValueError(f"{path}/config.json has {key}={hf[key]!r}; supported is {value!r}")
     if hf.get("rope_scaling") or rope.get("rope_type", "default") != "default" or hf.get("use_sliding_window"):
         raise ValueError(f"{path}/config.json scales its RoPE or slides a window; supported are plain RoPE and none")
-    return make_qwen3_config(
+    return make_policy_config(
+        "qwen3",
         vocab_size=hf["vocab_size"],
         num_layers=hf["num_hidden_layers"],
         dim=hf["hidden_size"],
@@ -140,7 +142,7 @@ def read_policy_config(path: str | Path) -> Qwen3Policy.Config:
     )
 
 
-def load_policy(policy: Qwen3Policy, path: str | Path) -> None:
+def load_policy(policy: Policy, path: str | Path) -> None:
     """Load the weights of a Hugging Face directory into a policy, in any sharding, in place.
 
     Every rank reads the files for itself; nothing is communicated. The draft is left as it is.
@@ -151,7 +153,7 @@ def load_policy(policy: Qwen3Policy, path: str | Path) -> None:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise ValueError(f"{path} has no *.safetensors file")
-    adapter = Qwen3StateDictAdapter(policy.config, None)
+    adapter = Qwen3StateDictAdapter(cast(Any, policy.config), None)
     weights: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as reader:

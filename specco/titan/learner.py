@@ -40,7 +40,7 @@ from specco.titan.checkpoint import load_checkpoint
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
 from specco.titan.parallelize import check_parallelism
-from specco.titan.policy import Qwen3Policy
+from specco.titan.policy import Policy
 
 DRAFT_PATTERN = r"^draft\."
 """Matches the names of the draft's parameters in the policy's model."""
@@ -114,11 +114,11 @@ class Learner(Configurable):
         self.cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
-        model_config = cast(Qwen3Policy.Config, config.model_spec.model)
+        model_config = cast(Policy.Config, config.model_spec.model)
         self.policy = self._build_policy(model_config)
         self.draft: Draft | None = self.policy.draft
         self._load_weights()
-        self.reference: Qwen3Policy | None = None
+        self.reference: Policy | None = None
         if config.reference_path:
             self.reference = self._build_policy(replace(model_config, draft=None, is_frozen=True))
             load_policy(self.reference, config.reference_path)
@@ -141,7 +141,7 @@ class Learner(Configurable):
         mesh = self.parallel_dims.get_optional_mesh(axis)
         return None if mesh is None else mesh.get_group()
 
-    def _build_policy(self, model_config: Qwen3Policy.Config) -> Qwen3Policy:
+    def _build_policy(self, model_config: Policy.Config) -> Policy:
         config, spec = self.config, self.config.model_spec
         assert spec is not None
         model_config.update_from_config(config=config)
@@ -240,7 +240,7 @@ class Learner(Configurable):
         return differs
 
     def _run_policy(
-        self, policy: Qwen3Policy, tokens: PackedTokens, layout: PackedLayout
+        self, policy: Policy, tokens: PackedTokens, layout: PackedLayout
     ) -> tuple[Tensor, DraftRows | None]:
         """Return the hidden rows ``[1, T, D]`` of this rank, and the draft's rows or None."""
         masks = PackedMasks(layout, self.cp_group)

@@ -12,11 +12,11 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
 from specco.distributed.draft_plan import apply_draft_tp
 from specco.drafts.base import Draft
-from specco.titan.policy import Qwen3Policy
+from specco.titan.policy import Policy
 
 
 def parallelize_policy(
-    model: Qwen3Policy,
+    model: Policy,
     *,
     parallel_dims: ParallelDims,
     training: TrainingConfig,
@@ -24,7 +24,7 @@ def parallelize_policy(
     compile_config: CompileConfig,
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
-) -> Qwen3Policy:
+) -> Policy:
     """Lay out a policy that may carry a ``draft``; torchtitan's ``parallelize_fn`` of our flavours.
 
     torchtitan's own steps in its own order, but for its context parallelism: our inner attention is told its group with
@@ -96,7 +96,7 @@ def check_trainer_parallelism(parallelism: ParallelismConfig) -> None:
         ValueError: naming the degree and its value.
     """
     names = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
-    _check_degrees(parallelism, names, "torchtitan's Trainer with a Qwen3Policy")
+    _check_degrees(parallelism, names, "torchtitan's Trainer with a Policy")
 
 
 def _check_degrees(parallelism: ParallelismConfig, names: tuple[str, ...], who: str) -> None:

@@ -1,4 +1,4 @@
-"""The policy: torchtitan's Qwen3 with taps on its layers and a draft model as a submodule.
+"""The policy: a decoder of torchtitan with taps on its layers and a draft model as a submodule.
 
     tokens -> tok_embeddings -> layer 0 -> ... -> layer n-1 -> norm -> hidden -> (lm_head, applied by the chunked head)
                    | detached      | detached, where j is in target_layer_ids
@@ -7,24 +7,38 @@
 
 Taps are taken between the layers, outside of what activation checkpointing recomputes. The policy's own arithmetic does
 not know whether there is a draft: it reads detached tensors, and its parameters are initialised after the policy's.
+
+torchtitan's decoders differ by their layers' configs and by their sharding, not by their ``forward``. So one class
+serves Qwen3, Qwen3-MoE, Llama 3 and GPT-OSS, and ``adapt_config`` makes its config from any config of theirs, layer by
+layer: each layer's kind of attention is chosen by its own config.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.common import CosSinRoPE, Embedding
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-from torchtitan.protocols.module import Module
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE, TransformerBlock
+from torchtitan.models.common.attention import GQAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+from torchtitan.models.gpt_oss.model import GptOssModel
+from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
+from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.models.qwen3.model import Qwen3Model
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
+from torchtitan.models.utils import get_moe_model_nparams_and_flops
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from specco.drafts.base import Draft, DraftConfig, DraftRows
 from specco.drafts.registry import build_draft
@@ -32,75 +46,65 @@ from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
 from specco.titan.attention import PackedAttention, PackedMasks
 from specco.titan.head import HeadLinear
+from specco.titan.layers import (
+    AnyDtypeComplexRoPE,
+    AnyDtypeDispatcher,
+    AnyDtypeExperts,
+    AnyDtypeRoPE,
+    PackedMoE,
+    PackedMoEBlock,
+    PolicyEmbedding,
+    SinkAttention,
+)
 
 
-class PolicyEmbedding(Embedding):
-    """torchtitan's ``Embedding`` that can also embed further tokens, detached, while its FSDP unit is unsharded."""
+class Architecture(NamedTuple):
+    """One of torchtitan's decoders: its config, what writes its TP and EP plan into the config, its adapter."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Embedding.Config):
-        pass
-
-    _embed_fn: Callable[[Tensor], Tensor] | None = None
-
-    def parallelize(self, parallel_dims: ParallelDims) -> None:
-        """Let torchtitan wrap the look-up of one tensor, which its plan is written for, and call that for each."""
-        instance = cast(Any, self)
-        instance.forward = super().forward
-        super().parallelize(parallel_dims)
-        self._embed_fn = instance.forward
-        del instance.forward
-
-    def forward(  # pyrefly: ignore[bad-override]
-        self, input: Tensor, *, detached_ids: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the embeddings of ``input``; given ``detached_ids`` ``[B, L]``, also theirs, without gradient."""
-        embed_fn = self._embed_fn or super().forward
-        embeddings = embed_fn(input)
-        if detached_ids is None:
-            return embeddings
-        with torch.no_grad():
-            return embeddings, embed_fn(detached_ids)
+    config: type[Decoder.Config]
+    set_sharding: Callable[..., None]
+    state_dict_adapter: type[StateDictAdapter]
 
 
-class AnyDtypeRoPE(CosSinRoPE):
-    """torchtitan's ``CosSinRoPE`` without the cast to float32, so that a float64 model is float64 throughout.
+def _set_llama3_sharding(config: Any, *, enable_sp: bool, enable_ep: bool) -> None:
+    set_llama3_sharding_config(config, enable_sp=enable_sp)
 
-    Type promotion with the float32 cache makes the same float32 arithmetic of float32 and bfloat16 inputs, bit for bit.
-    """
+
+ARCHITECTURES = {
+    "qwen3": Architecture(Qwen3Model.Config, set_qwen3_sharding_config, Qwen3StateDictAdapter),
+    "llama3": Architecture(Llama3Model.Config, _set_llama3_sharding, Llama3StateDictAdapter),
+    "gpt_oss": Architecture(GptOssModel.Config, set_gpt_oss_sharding_config, GptOssStateDictAdapter),
+}
+
+
+class Policy(Decoder):
+    """A decoder with taps; without a draft it computes what torchtitan's own decoder computes."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CosSinRoPE.Config):
-        pass
+    class Config(Decoder.Config):
+        architecture: str
+        """torchtitan's decoder that this one was made from, a key of ``ARCHITECTURES``."""
 
-    @staticmethod
-    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate halves of the head size.
-
-        Args:
-            query: ``[B, L, N, H]``.
-            key: ``[B, L, K, H]``.
-            rope_cache: ``[1 or B, L, 1, 2 * H]``, cosines then sines.
-
-        Returns:
-            The rotated two, of their own dtype.
-        """
-        cos, sin = rope_cache.chunk(2, dim=-1)
-        query_out = query * cos + CosSinRoPE._rotate_half(query) * sin
-        key_out = key * cos + CosSinRoPE._rotate_half(key) * sin
-        return query_out.type_as(query), key_out.type_as(key)
-
-
-class Qwen3Policy(Qwen3Model):
-    """Qwen3 with taps; without a draft it computes what torchtitan's ``Qwen3Model`` computes."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Model.Config):
         draft: DraftConfig | None = None
         """The draft to carry; its ``target_layer_ids`` say where the taps are. None: no draft, no taps."""
 
         is_frozen: bool = False
         """Whether the policy's own parameters take no gradient (pre-training of the draft)."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take over what the job's config says of the model: sequence length and sharding plan."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            ARCHITECTURES[self.architecture].set_sharding(
+                self,
+                enable_sp=config.parallelism.enable_sequence_parallel,
+                enable_ep=config.parallelism.expert_parallel_degree > 1,
+            )
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Return (parameters, multiply-adds times two per token), as torchtitan counts them."""
+            attention = self.layers[0].attention
+            head_dim = attention.head_dim or self.dim // attention.n_heads
+            return get_moe_model_nparams_and_flops(self, model, attention.n_heads, 2 * head_dim, seq_len)
 
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
 
@@ -193,69 +197,79 @@ def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: Packed
     return PackedMasks.from_positions(positions)
 
 
-def make_qwen3_config(
-    *,
-    vocab_size: int,
-    num_layers: int,
-    dim: int,
-    hidden_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rope_theta: float = 1_000_000.0,
-    max_seq_len: int = 40960,
-    norm_eps: float = 1e-6,
-    init_std: float = 0.02,
-) -> Qwen3Policy.Config:
-    """Build the config of a dense Qwen3 policy with packed attention, untied, without a draft.
+def adapt_config(config: Decoder.Config) -> Policy.Config:
+    """Make the policy's config from one of torchtitan's, for example ``qwen3_configs["8B"](attn_backend="flex")``.
+
+    Experts lose their load-balancing bias: neither Hugging Face's models nor vLLM's have one, and what is trained is
+    what is served.
 
     Args:
-        vocab_size: rows of the embedding and of the head.
-        num_layers: decoder layers.
-        dim: model width.
-        hidden_dim: width of the MLP.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: size of one head.
-        rope_theta: RoPE base.
-        max_seq_len: longest document, in tokens.
-        norm_eps: of every RMSNorm.
-        init_std: of the normal distribution that every matrix is drawn from.
+        config: of a decoder in ``ARCHITECTURES``; left as it is.
+
+    Raises:
+        ValueError: another class, or a layer with a part that the policy has no counterpart of, naming the layer.
     """
-    matrix_init = {"weight": partial(nn.init.normal_, std=init_std)}
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=norm_eps, param_init={"weight": nn.init.ones_})
-
-    def attention() -> Module.Config:
-        return make_gqa_config(
-            dim=dim,
-            n_heads=num_heads,
-            n_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            wqkv_param_init=matrix_init,
-            wo_param_init=matrix_init,
-            inner_attention=PackedAttention.Config(),
-            fuse_qkv=True,
-            rope=AnyDtypeRoPE.Config(dim=head_dim, max_seq_len=max_seq_len, theta=rope_theta),
-            qk_norm=norm(head_dim),
-        )
-
-    def layer() -> Qwen3TransformerBlock.Config:
-        return Qwen3TransformerBlock.Config(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
-            attention=attention(),  # pyrefly: ignore[bad-argument-type]
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=hidden_dim, w1_param_init=matrix_init, w2w3_param_init=matrix_init
-            ),
-        )
-
-    return Qwen3Policy.Config(
-        vocab_size=vocab_size,
-        dim=dim,
-        norm=norm(dim),
-        tok_embeddings=PolicyEmbedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=matrix_init),
-        lm_head=HeadLinear.Config(in_features=dim, out_features=vocab_size, param_init=matrix_init),
-        layers=[layer() for _ in range(num_layers)],
+    names = {architecture.config: name for name, architecture in ARCHITECTURES.items()}
+    if type(config) not in names:
+        raise ValueError(f"config is of {_name(config)}; a policy can be made from {[_name(kind) for kind in names]}")
+    layers = []
+    for layer_id, layer in enumerate(config.layers):
+        try:
+            layers.append(_adapt_layer(layer))
+        except ValueError as error:
+            raise ValueError(f"layer {layer_id}: {error}") from error
+    return _rebuild(
+        Policy.Config,
+        config,
+        architecture=names[type(config)],
+        tok_embeddings=_rebuild(PolicyEmbedding.Config, config.tok_embeddings),
+        lm_head=_rebuild(HeadLinear.Config, config.lm_head),
+        layers=layers,
     )
+
+
+def _rebuild(config_class: Any, config: Any, **changes: Any) -> Any:
+    """Return a config of another class with the fields of ``config``, some of them changed."""
+    return config_class(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
+
+
+def _adapt_layer(layer: TransformerBlock.Config) -> TransformerBlock.Config:
+    attention = _adapt_attention(layer.attention)
+    if layer.moe is None:
+        return replace(layer, attention=attention)
+    experts = layer.moe.routed_experts
+    if type(experts.token_dispatcher) is not AllToAllTokenDispatcher.Config:
+        raise ValueError(f'its experts are dispatched by {_name(experts.token_dispatcher)}; supported is "standard"')
+    inner = experts.inner_experts
+    if type(inner) is GroupedExperts.Config:
+        inner = _rebuild(AnyDtypeExperts.Config, inner)
+    experts = replace(
+        experts,
+        inner_experts=inner,
+        token_dispatcher=_rebuild(AnyDtypeDispatcher.Config, experts.token_dispatcher),
+    )
+    moe = _rebuild(PackedMoE.Config, layer.moe, routed_experts=experts, load_balance_coeff=None)
+    return _rebuild(PackedMoEBlock.Config, layer, attention=attention, moe=moe)
+
+
+def _adapt_attention(attention: Any) -> Any:
+    """Return the policy's counterpart of one layer's attention; the place where a further kind comes in."""
+    kind = type(attention)
+    if kind is GQAttention.Config:
+        return replace(attention, rope=_adapt_rope(attention.rope), inner_attention=PackedAttention.Config())
+    if kind is GptOssAttention.Config:
+        inner = PackedAttention.Config(window=attention.sliding_window_size)
+        return _rebuild(SinkAttention.Config, attention, rope=_adapt_rope(attention.rope), inner_attention=inner)
+    supported = [_name(kind) for kind in (GQAttention.Config, GptOssAttention.Config)]
+    raise ValueError(f"its attention is {_name(attention)}; supported are {supported}")
+
+
+def _adapt_rope(rope: Any) -> Any:
+    classes: dict[Any, Any] = {CosSinRoPE.Config: AnyDtypeRoPE.Config, ComplexRoPE.Config: AnyDtypeComplexRoPE.Config}
+    if type(rope) not in classes:
+        raise ValueError(f"its RoPE is {_name(rope)}; supported are {[_name(kind) for kind in classes]}")
+    return _rebuild(classes[type(rope)], rope)
+
+
+def _name(kind: Any) -> str:
+    return (kind if isinstance(kind, type) else type(kind)).__qualname__.removesuffix(".Config")

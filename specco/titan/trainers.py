@@ -23,11 +23,11 @@ from specco.packing import PackedTokens
 from specco.titan.export import load_policy, save_policy
 from specco.titan.head import HeadPlan, compute_head_loss
 from specco.titan.parallelize import check_trainer_parallelism
-from specco.titan.policy import Qwen3Policy
+from specco.titan.policy import Policy
 
 
 class PolicyTrainer(Trainer):
-    """torchtitan's Trainer for a ``Qwen3Policy``; the trained policy ends in ``dump_folder/policy``."""
+    """torchtitan's Trainer for a ``Policy``; the trained policy ends in ``dump_folder/policy``."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -44,7 +44,7 @@ class PolicyTrainer(Trainer):
     def train(self) -> None:
         super().train()
         path = Path(self.config.dump_folder) / "policy"
-        policy = cast(Qwen3Policy, self.model_parts[0])
+        policy = cast(Policy, self.model_parts[0])
         save_policy(policy, path, tokenizer_path=self.config.hf_assets_path, eos_token_id=self.eos_token_id)
         logger.info(f"Policy exported to {path}")
 
@@ -69,7 +69,7 @@ class DraftTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.policy = cast(Qwen3Policy, self.model_parts[0])
+        self.policy = cast(Policy, self.model_parts[0])
         if self.policy.draft is None:
             raise ValueError("model_spec has no draft; DraftTrainer trains one")
         self.draft = self.policy.draft

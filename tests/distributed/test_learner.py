@@ -21,7 +21,7 @@ from specco.drafts.export import save_draft
 from specco.drafts.registry import build_draft
 from specco.testing.tolerances import STEP_FLOAT64, relative_error
 from specco.titan.export import save_policy
-from specco.titan.policy import make_qwen3_config
+from specco.titan.sizes import make_policy_config
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "run_learner.py"
 
@@ -64,7 +64,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("learner")
     torch.manual_seed(0)
     sizes = {"num_layers": 3, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-    policy = make_qwen3_config(vocab_size=64, max_seq_len=64, **sizes).build()
+    policy = make_policy_config("qwen3", vocab_size=64, max_seq_len=64, **sizes).build()
     policy.init_states()
     save_policy(policy, folder / "policy", tokenizer_path=folder, eos_token_id=1)
     shape = {

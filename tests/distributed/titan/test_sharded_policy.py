@@ -15,15 +15,16 @@ from torch.distributed.tensor import DTensor
 
 from specco.testing.distributed import GlooTestCase
 from specco.titan.export import load_policy, named_policy_weights, save_policy
-from specco.titan.policy import Qwen3Policy, make_qwen3_config
+from specco.titan.policy import Policy
+from specco.titan.sizes import make_policy_config
 
 SIZES = {"num_layers": 2, "dim": 30, "hidden_dim": 50, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10}
 """Numbers that two ranks cannot halve evenly: three KV heads, a fused projection of 120 rows, an odd vocabulary."""
 
 
-def build(seed: int, *, is_sharded: bool) -> Qwen3Policy:
+def build(seed: int, *, is_sharded: bool) -> Policy:
     with torch.device("meta"):
-        policy = make_qwen3_config(vocab_size=37, max_seq_len=32, init_std=0.3, **SIZES).build()
+        policy = make_policy_config("qwen3", vocab_size=37, max_seq_len=32, init_std=0.3, **SIZES).build()
     if is_sharded:
         mesh = init_device_mesh("cpu", (2,))
         for layer in policy.layers.values():

@@ -12,7 +12,7 @@ from recipes.carry import EOS_ID, decode, encode, save_tokenizer
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.testing.tolerances import OP_FLOAT32, max_error
 from specco.titan.export import load_policy, named_policy_weights, read_policy_config, save_policy
-from specco.titan.policy import make_qwen3_config
+from specco.titan.sizes import make_policy_config
 
 SIZES = {"num_layers": 2, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 DRAFT = Eagle3Config(
@@ -27,7 +27,7 @@ DRAFT = Eagle3Config(
 
 
 def build(seed=0, draft=DRAFT):
-    config = make_qwen3_config(vocab_size=64, max_seq_len=64, rope_theta=5000.0, init_std=0.3, **SIZES)
+    config = make_policy_config("qwen3", vocab_size=64, max_seq_len=64, rope_theta=5000.0, init_std=0.3, **SIZES)
     config.draft = draft
     policy = config.build()
     torch.manual_seed(seed)

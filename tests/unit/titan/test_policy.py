@@ -1,22 +1,24 @@
-"""The policy: torchtitan's Qwen3 to the bit, packed, in any dtype, with taps that survive activation checkpointing."""
+"""The policy: torchtitan's decoders to the bit, packed, in any dtype; taps survive activation checkpointing."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC
-from torchtitan.models.common import CosSinRoPE
+from torchtitan.models.deepseek_v3 import deepseekv3_configs
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.models.qwen3 import qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model
 
 from specco.drafts.base import DraftConfig
 from specco.drafts.dflash.config import DFlashConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.packing import PackedTokens, pack_documents
-from specco.testing.tolerances import max_error
 from specco.titan.attention import PackedMasks
-from specco.titan.policy import AnyDtypeRoPE, make_qwen3_config
+from specco.titan.policy import adapt_config
 from specco.titan.registry import model_registry
+from specco.titan.sizes import make_policy_config
 
 SIZES = {"num_layers": 4, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 DRAFT = Eagle3Config(
@@ -36,8 +38,16 @@ BLOCK_DRAFT = DFlashConfig(
 )
 
 
-def build(draft=None, *, is_frozen=False, dtype=torch.float32, seed=0):
-    config = make_qwen3_config(vocab_size=40, max_seq_len=64, init_std=0.3, **SIZES)
+TARGETS = {
+    "qwen3": {"architecture": "qwen3"},
+    "qwen3_moe": {"architecture": "qwen3", "num_experts": 4, "top_k": 2},
+    "llama3": {"architecture": "llama3", "rope_scaling": {"scaling": "llama"}},
+}
+every_target = pytest.mark.parametrize("target", TARGETS)
+
+
+def build(draft=None, *, target="qwen3", is_frozen=False, dtype=torch.float32, seed=0):
+    config = make_policy_config(**TARGETS[target], vocab_size=40, max_seq_len=64, init_std=0.3, **SIZES)
     config.draft, config.is_frozen = draft, is_frozen
     with torch.device("meta"):
         policy = config.build()
@@ -64,34 +74,12 @@ def policy_gradients(policy):
     return {name: p.grad for name, p in policy.named_parameters() if not name.startswith("draft.")}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rope_without_the_cast_is_torchtitans_to_the_bit(dtype):
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 9, 4, 16).to(dtype), torch.randn(2, 9, 2, 16).to(dtype)
-    positions = torch.randint(0, 50, (2, 9))
-    kwargs = {"dim": 16, "max_seq_len": 50, "theta": 10_000.0}
-    ours = AnyDtypeRoPE.Config(**kwargs).build()(query, key, positions)
-    theirs = CosSinRoPE.Config(**kwargs).build()(query, key, positions)
-    for a, b in zip(ours, theirs, strict=True):
-        assert a.dtype == dtype
-        assert torch.equal(a, b)
-
-
-def test_rope_computes_in_float64():
-    rope = AnyDtypeRoPE.Config(dim=16, max_seq_len=50).build()
-    query, key = torch.randn(2, 1, 9, 4, 16, dtype=torch.float64)
-    # the cache holds each angle twice, for the two halves of a head
-    cos, _, sin, _ = rope.cache[:9, None].double().chunk(4, dim=-1)
-    for rotated, x in zip(rope(query, key, None), (query, key), strict=True):
-        first, second = x.chunk(2, dim=-1)
-        expected = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-        assert rotated.dtype == torch.float64
-        assert max_error(rotated, expected) < 1e-14
-
-
-def test_logits_are_torchtitans_to_the_bit():
-    policy = build()
-    reference = Qwen3Model(policy.config)
+@pytest.mark.parametrize(
+    ("target", "model"), [("qwen3", Qwen3Model), ("qwen3_moe", Qwen3Model), ("llama3", Llama3Model)]
+)
+def test_logits_are_torchtitans_to_the_bit(target, model):
+    policy = build(target=target)
+    reference = model(policy.config)
     reference.load_state_dict(policy.state_dict())
     tokens = make_tokens()
     inputs = (tokens.input_ids[None], tokens.position_ids[None])
@@ -99,8 +87,9 @@ def test_logits_are_torchtitans_to_the_bit():
     assert torch.equal(policy(*inputs), reference(*inputs, masks))
 
 
-def test_packed_documents_equal_documents_alone_in_float64():
-    policy = build(dtype=torch.float64)
+@every_target
+def test_packed_documents_equal_documents_alone_in_float64(target):
+    policy = build(target=target, dtype=torch.float64)
     tokens = make_tokens()
     packed = policy(tokens.input_ids[None], tokens.position_ids[None])
     assert packed.dtype == torch.float64
@@ -166,8 +155,9 @@ def test_a_draft_with_masks_is_given_their_embedding_detached():
     assert embeddings.shape == (22, 32)
 
 
-def test_activation_checkpointing_changes_no_bit():
-    plain, checkpointed = build(DRAFT), build(DRAFT)
+@every_target
+def test_activation_checkpointing_changes_no_bit(target):
+    plain, checkpointed = build(DRAFT, target=target), build(DRAFT, target=target)
     FullAC(FullAC.Config()).apply(checkpointed)
     tokens = make_tokens()
     for policy in (plain, checkpointed):
@@ -181,9 +171,10 @@ def test_activation_checkpointing_changes_no_bit():
         assert a.grad is None or torch.equal(a.grad, b.grad), name
 
 
+@every_target
 @pytest.mark.parametrize("draft", [DRAFT, BLOCK_DRAFT], ids=["eagle3", "dflash"])
-def test_a_draft_changes_no_bit_of_the_policy(draft):
-    alone, carrying = build(), build(draft)
+def test_a_draft_changes_no_bit_of_the_policy(draft, target):
+    alone, carrying = build(target=target), build(draft, target=target)
     tokens = make_tokens()
     for (name, a), (other, b) in zip(alone.named_parameters(), carrying.named_parameters(), strict=False):
         assert name == other
@@ -210,14 +201,15 @@ def test_a_frozen_policy_trains_its_draft_alone():
     assert all(name.startswith("draft.") for name in trained)
 
 
-def test_float64_reaches_the_drafts_rows():
-    hidden, rows = run(build(DRAFT, dtype=torch.float64), make_tokens())
+@every_target
+def test_float64_reaches_the_drafts_rows(target):
+    hidden, rows = run(build(DRAFT, target=target, dtype=torch.float64), make_tokens())
     assert hidden.dtype == torch.float64
     assert rows.hidden.dtype == torch.float64
 
 
 def test_taps_beyond_the_last_layer_are_refused():
-    config = make_qwen3_config(vocab_size=40, **SIZES)
+    config = make_policy_config("qwen3", vocab_size=40, **SIZES)
     config.draft = Eagle3Config(
         hidden_size=32,
         intermediate_size=48,
@@ -231,6 +223,23 @@ def test_taps_beyond_the_last_layer_are_refused():
         config.build()
 
 
+def test_what_a_policy_cannot_be_made_from_is_refused_by_name():
+    sizes = {"vocab_size": 40} | SIZES
+    with pytest.raises(ValueError, match="num_experts is 4 and architecture 'llama3'; only \"qwen3\" has experts"):
+        make_policy_config("llama3", num_experts=4, top_k=2, **sizes)
+    with pytest.raises(ValueError, match="top_k is 5; allowed are 1 to num_experts=4"):
+        make_policy_config("qwen3", num_experts=4, top_k=5, **sizes)
+    config = qwen3_configs["debugmodel"](attn_backend="flex")
+    config.layers[3] = replace(config.layers[3], attention=replace(config.layers[3].attention, rope=None))
+    with pytest.raises(ValueError, match=r"layer 3: its RoPE is NoneType; supported are \['CosSinRoPE', 'Complex"):
+        adapt_config(config)
+    config.layers[2] = replace(config.layers[2], attention=None)
+    with pytest.raises(ValueError, match=r"layer 2: its attention is NoneType; supported are \['GQAttention', 'Att"):
+        adapt_config(config)
+    with pytest.raises(ValueError, match="config is of DeepSeekV3Model; a policy can be made from"):
+        adapt_config(deepseekv3_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard"))
+
+
 def test_a_submodule_outside_the_protocol_is_still_refused():
     policy = build(DRAFT)
     policy.extra = nn.Linear(2, 2)
@@ -239,9 +248,15 @@ def test_a_submodule_outside_the_protocol_is_still_refused():
     assert policy.draft is not None
 
 
-def test_flavours_have_the_stated_size():
+@pytest.mark.parametrize(
+    ("flavor", "size"), [("tiny", 1_329_792), ("smoke", 156_480), ("smoke_moe", 453_440), ("smoke_llama3", 156_224)]
+)
+def test_flavours_have_the_stated_size(flavor, size):
     with torch.device("meta"):
-        policy = model_registry("tiny").model.build()
-    assert sum(p.numel() for p in policy.parameters()) == 1_329_792
-    with pytest.raises(ValueError, match=r"flavor is 'huge'; allowed are \['smoke', 'tiny'\]"):
+        policy = model_registry(flavor).model.build()
+    assert sum(p.numel() for p in policy.parameters()) == size
+
+
+def test_an_unknown_flavour_is_refused():
+    with pytest.raises(ValueError, match=r"flavor is 'huge'; allowed are \['smoke', 'smoke_llama3', 'smoke_moe', 'tin"):
         model_registry("huge")
