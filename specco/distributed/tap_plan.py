@@ -36,7 +36,8 @@ class Tap:
     """One tapped module.
 
     Args:
-        name: of the module within its stage's model, as ``get_submodule`` takes it; ``STAGE_INPUT`` on the last stage.
+        name: of the module within its stage's model, as ``get_submodule`` takes it, different for each tap;
+            ``STAGE_INPUT`` on the last stage.
         stage: that holds the module.
         width: columns of its output.
         num_step_rows: rows of its second output, ``[rows, width]``, which goes out once a step (the mask token's
@@ -163,9 +164,9 @@ def _check_taps(taps: Sequence[Tap], order: PipelineOrder, max_rows: int) -> Non
             raise ValueError(
                 f"{tap} has width {tap.width} and num_step_rows {tap.num_step_rows}; needed are >= 1 and >= 0"
             )
-        if (tap.stage, tap.name) in seen:
-            raise ValueError(f"{tap} is tapped twice")
-        seen.add((tap.stage, tap.name))
+        if tap.name in seen:
+            raise ValueError(f"{tap} has the name of another tap")
+        seen.add(tap.name)
 
 
 def _count_slots(

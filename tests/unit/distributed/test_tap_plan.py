@@ -19,7 +19,7 @@ CASES = [
 
 
 def build_plan(order: PipelineOrder) -> TapPlan:
-    return TapPlan.build(order, [Tap("layer", s, 8) for s in range(order.num_stages - 1)], max_rows=4)
+    return TapPlan.build(order, [Tap(f"layer{s}", s, 8) for s in range(order.num_stages - 1)], max_rows=4)
 
 
 def run_as_far_as_possible(order: PipelineOrder, slots: dict[int, int], held: set[Event]) -> set[Event]:
@@ -127,7 +127,7 @@ def test_messages_of_a_source():
         ([Tap("a", 3, 8)], 4, "before the draft's, 3"),
         ([Tap("a", -1, 8)], 4, "before the draft's, 3"),
         ([Tap("a", 0, 0)], 4, "must have width >= 1"),
-        ([Tap("a", 0, 8), Tap("a", 0, 8)], 4, "tapped twice"),
+        ([Tap("a", 0, 8), Tap("a", 0, 8)], 4, "has the name of another tap"),
         ([Tap(STAGE_INPUT, 2, 8)], 4, "must be on the last stage, 3"),
     ],
 )
