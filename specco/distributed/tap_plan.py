@@ -161,9 +161,7 @@ def _check_taps(taps: Sequence[Tap], order: PipelineOrder, max_rows: int) -> Non
         if tap.name != STAGE_INPUT and not 0 <= tap.stage < draft_stage:
             raise ValueError(f"{tap} must be on a stage before the draft's, {draft_stage}, which keeps its own taps")
         if tap.width < 1 or tap.num_step_rows < 0:
-            raise ValueError(
-                f"{tap} has width {tap.width} and num_step_rows {tap.num_step_rows}; needed are >= 1 and >= 0"
-            )
+            raise ValueError(f"{tap} must have width >= 1 and num_step_rows >= 0")
         if tap.name in seen:
             raise ValueError(f"{tap} has the name of another tap")
         seen.add(tap.name)
