@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
+from specco.drafts.vocab import build_vocabulary_maps, compute_target_ids
 from specco.losses import LossTerms, compute_draft_loss
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
@@ -29,7 +30,7 @@ class DraftConfig:
         num_attention_heads: query heads.
         num_key_value_heads: key and value heads; divides ``num_attention_heads``.
         head_dim: even.
-        vocab_size: of the policy; the draft predicts all of it.
+        vocab_size: of the policy.
         target_layer_ids: tapped layers, "output of layer j" counted from 0, ascending and distinct. (vLLM counts the
             input of a layer: one more.)
         rms_norm_eps: of every norm.
@@ -154,12 +155,18 @@ class Draft(nn.Module):
         target_layer_ids: tapped layers, ascending, "output of layer j".
         mask_token_id: token whose embedding stands where nothing is known yet; None: the family has no masks.
         lm_head: the draft's own head; None: the policy's is used, detached.
+        d2t, t2d: the maps of a reduced vocabulary, see ``drafts/vocab.py``; None: the draft predicts every token.
     """
+
+    d2t: Tensor | None
+    t2d: Tensor | None
 
     def __init__(self, config: DraftConfig, *, num_slots: int) -> None:
         super().__init__()
         self.mask_token_id: int | None = None
         self.lm_head: nn.Linear | None = None
+        self.register_buffer("d2t", None)
+        self.register_buffer("t2d", None)
         self.config = config
         self.target_layer_ids = tuple(config.target_layer_ids)
         self.num_slots = num_slots
@@ -168,21 +175,37 @@ class Draft(nn.Module):
     def init_weights(self) -> None:
         """Draw the matrices from N(0, 1 / fan_in) and set the norms to one, in place (after ``to_empty``).
 
-        Each rank draws whole matrices and keeps its shard: ranks whose default generators agree get the values of one
-        rank.
+        A reduced vocabulary is empty until ``set_vocabulary`` or ``load_weights``. Each rank draws whole matrices and
+        keeps its shard: ranks whose default generators agree get the values of one rank.
         """
         for parameter in self.parameters():
             if parameter.ndim == 1:
                 parameter.fill_(1.0)
             else:
                 fill_normal(parameter, std=parameter.shape[1] ** -0.5)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Choose the tokens ``[V_d]``, ascending, of a reduced vocabulary; every rank must choose the same."""
+        assert self.d2t is not None and self.t2d is not None, "the draft predicts every token"
+        for buffer, values in zip(
+            (self.d2t, self.t2d), build_vocabulary_maps(target_ids, self.config.vocab_size), strict=True
+        ):
+            buffer.copy_(values)
 
     def check_inputs(self, tokens: PackedTokens, layout: PackedLayout) -> None:
         """Refuse what ``forward`` cannot run.
 
         Raises:
-            ValueError: a layout of other tokens, or a document longer than ``max_position_embeddings``.
+            ValueError: a layout of other tokens, a document longer than ``max_position_embeddings``, or a reduced
+                vocabulary that was never chosen.
         """
+        if self.t2d is not None and not bool(self.t2d.any()):
+            raise ValueError(
+                "the draft's vocabulary is reduced, but its tokens were never chosen; load a draft that has them, or "
+                "choose them from rollouts"
+            )
         if not torch.equal(layout.cu_seqlens, tokens.cu_seqlens):
             raise ValueError(
                 f"layout has cu_seqlens {layout.cu_seqlens.tolist()}, but tokens {tokens.cu_seqlens.tolist()}; "
@@ -233,7 +256,7 @@ class Draft(nn.Module):
         return [] if self.lm_head is None else list(self.lm_head.parameters())
 
     def compute_logits(self, rows: DraftRows, policy_head: Tensor, shard: VocabShard | None = None) -> Tensor:
-        """Return the logits ``[r, V]`` of some rows; with a ``shard``, its columns of them.
+        """Return the logits ``[r, V]``, or ``[r, V_d]`` of a reduced vocabulary; with a ``shard``, its columns of them.
 
         Args:
             rows: of ``forward``, or some of them.
@@ -266,5 +289,6 @@ class Draft(nn.Module):
             slot_ids=rows.slot_ids,
             num_slots=self.num_slots,
             terms=self.config.loss_terms,
+            target_ids=None if self.d2t is None else compute_target_ids(self.d2t),
             shard=shard,
         )

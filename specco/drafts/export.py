@@ -36,19 +36,20 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 def iterate_weights(draft: Draft, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield (checkpoint name, whole detached tensor) of every weight, one at a time.
+    """Yield (checkpoint name, whole detached tensor) of every weight, one at a time; a reduced vocabulary's maps last.
 
     Collective over the meshes of sharded parameters: every rank must run through all pairs.
 
     Args:
         draft: in any layout.
-        dtype: of the tensors; None keeps the parameters'.
+        dtype: of the weights; None keeps the parameters'.
     """
     for name, parameter in draft.named_parameters():
         weight = parameter.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         yield name, weight if dtype is None else weight.to(dtype)
+    yield from draft.named_buffers()
 
 
 def build_config(config: DraftConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def _build_eagle3_keys(config: Eagle3Config, layer_inputs: list[int]) -> dict[st
             "use_aux_hidden_state": True,
             "norm_before_fc": config.norm_before_fc,
         },
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "ttt_steps": config.ttt_steps,
         "loss_decay": config.loss_decay,
     }

@@ -1,6 +1,7 @@
 """Read a draft from ``config.json`` and ``model.safetensors``: vLLM's flat layouts, ours and the official ones.
 
-EAGLE-3 of SpecForge and others (``midlayer.`` or ``layers.0.``), DFlash of z-lab, DSpark of DeepSpec.
+EAGLE-3 of SpecForge and others (``midlayer.`` or ``layers.0.``), DFlash of z-lab, DSpark of DeepSpec, and the three as
+speculators writes them (``drafts/speculators.py``).
 
 Nothing is guessed: a key that changes the network and that we do not run, and a weight that is missing, left over or of
 another shape, end in an error that names it. Files of pickled tensors are not read.
@@ -26,6 +27,8 @@ from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.export import CONFIG_NAME, WEIGHTS_NAME
 from specco.drafts.registry import build_draft
+from specco.drafts.speculators import flatten_speculators_config
+from specco.drafts.vocab import check_vocabulary_maps
 from specco.losses import LossTerms
 
 # value that each key must have where it is present: what it would change is not in our network
@@ -70,11 +73,12 @@ def read_draft_config(directory: str | Path, **training_choices: Any) -> DraftCo
     path = Path(directory) / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{path} does not exist; a draft directory holds {CONFIG_NAME} and {WEIGHTS_NAME}")
-    keys = json.loads(path.read_text())
+    keys = flatten_speculators_config(path, json.loads(path.read_text()))
     architectures = [name for name in keys.get("architectures") or () if name in _READERS]
     if not architectures:
         raise ValueError(f"{path}: architectures is {keys.get('architectures')}; allowed are {list(_READERS)}")
-    _check_network(path, keys)
+    is_eagle3 = _READERS[architectures[0]] is _read_eagle3
+    _check_network(path, keys, has_whole_vocabulary=not is_eagle3)
     rope = keys.get("rope_parameters") or {}
     fields = {
         name: _get_key(path, keys, name)
@@ -119,6 +123,8 @@ def _read_eagle3(path: Path, keys: dict[str, Any], fields: dict[str, Any], choic
         "target_layer_ids": tuple(layer - 1 for layer in layer_inputs),
         "norm_before_fc": bool(eagle_config.get("norm_before_fc", keys.get("norm_before_fc", False))),
     }
+    if keys.get("draft_vocab_size") not in (None, fields["vocab_size"]):
+        fields["draft_vocab_size"] = keys["draft_vocab_size"]
     optional = ("norm_before_residual", "fc_norm", "norm_output", "ttt_steps", "loss_decay")
     return Eagle3Config(**(fields | _pick(keys, optional) | choices))
 
@@ -196,9 +202,11 @@ def _check_values(path: Path, keys: dict[str, Any], required: dict[str, Any]) ->
             raise ValueError(f"{path}: {name} is {keys[name]}; the draft supports {value}")
 
 
-def _check_network(path: Path, keys: dict[str, Any]) -> None:
+def _check_network(path: Path, keys: dict[str, Any], *, has_whole_vocabulary: bool) -> None:
     _check_values(path, keys, _REQUIRED_VALUES)
-    for name, same in (("draft_vocab_size", "vocab_size"), ("target_hidden_size", "hidden_size")):
+    same_values = [("target_hidden_size", "hidden_size")]
+    same_values += [("draft_vocab_size", "vocab_size")] if has_whole_vocabulary else []
+    for name, same in same_values:
         if keys.get(name) not in (None, keys.get(same)):
             raise ValueError(f"{path}: {name} is {keys[name]}; the draft supports {same}={keys.get(same)}")
     rope_type = (keys.get("rope_parameters") or {}).get("rope_type", "default")
@@ -237,7 +245,11 @@ def load_weights(
     _drop_policy_weight(path, weights, "embed_tokens.weight", "policy_embedding", policy_embedding)
     if draft.lm_head is None:
         _drop_policy_weight(path, weights, "lm_head.weight", "policy_head", policy_head)
-    _drop_identity_vocabulary(path, weights, draft.config.vocab_size)
+    target_ids = None
+    if draft.d2t is None:
+        _drop_identity_vocabulary(path, weights, draft.config.vocab_size)
+    else:
+        target_ids = _take_vocabulary(path, weights, draft.d2t.numel(), draft.config.vocab_size)
     parameters = dict(draft.named_parameters())
     missing, extra = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
     if missing or extra:
@@ -253,6 +265,8 @@ def load_weights(
             if isinstance(parameter, DTensor):
                 weight = distribute_tensor(weight, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(weight)
+    if target_ids is not None:
+        draft.set_vocabulary(target_ids)
 
 
 def _drop_policy_weight(
@@ -273,6 +287,16 @@ def _drop_identity_vocabulary(path: Path, weights: dict[str, Tensor], vocab_size
         raise ValueError(f"{path}: d2t maps to a reduced vocabulary; the draft predicts all {vocab_size} tokens")
     if in_draft is not None and (in_draft.numel() != vocab_size or not bool(in_draft.all())):
         raise ValueError(f"{path}: t2d leaves tokens out; the draft predicts all {vocab_size} tokens")
+
+
+def _take_vocabulary(path: Path, weights: dict[str, Tensor], draft_vocab_size: int, vocab_size: int) -> Tensor:
+    d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
+    if d2t is None:
+        raise ValueError(f"{path}: missing weights ['d2t']; draft_vocab_size={draft_vocab_size} needs the map")
+    try:
+        return check_vocabulary_maps(d2t, t2d, draft_vocab_size, vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load_draft(

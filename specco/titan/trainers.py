@@ -17,7 +17,9 @@ from torch import Tensor
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.export import save_draft
+from specco.drafts.vocab import select_target_ids
 from specco.metrics import sum_acceptance_length_estimates
 from specco.packing import PackedTokens
 from specco.titan.export import load_policy, save_policy
@@ -53,6 +55,7 @@ class DraftTrainer(Trainer):
     """Trains the draft of a frozen policy by the learner's own head and loss; the draft ends in ``dump_folder/draft``.
 
     The data loader yields ``packed_tokens`` (``PackedTokens``) among the inputs; its labels count the target tokens.
+    For a reduced draft vocabulary it has ``count_response_tokens(vocab_size)``, how often the policy wrote each token.
     The policy's weights come from ``hf_assets_path``, whose directory also holds its tokenizer.
     """
 
@@ -60,6 +63,8 @@ class DraftTrainer(Trainer):
     class Config(Trainer.Config):
         chunk_rows: int = 1024
         """Rows of one lm_head product."""
+        draft_vocab_size: int = 0
+        """Tokens that an EAGLE-3 draft predicts, those that the policy writes most often; 0: as its config says."""
 
         def __post_init__(self) -> None:
             Trainer.Config.__post_init__(self)
@@ -68,12 +73,25 @@ class DraftTrainer(Trainer):
     config: Config  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, config: Config) -> None:
+        assert config.model_spec is not None, "model_spec is set by the config function"
+        model_config = cast(Policy.Config, config.model_spec.model)
+        if model_config.draft is None:
+            raise ValueError("model_spec has no draft; DraftTrainer trains one")
+        if config.draft_vocab_size:
+            if not isinstance(model_config.draft, Eagle3Config):
+                raise ValueError(
+                    f"draft_vocab_size is {config.draft_vocab_size}; a {model_config.draft.method} draft predicts "
+                    "every token, only an eagle3 draft has a reduced vocabulary"
+                )
+            model_config.draft = replace(model_config.draft, draft_vocab_size=config.draft_vocab_size)
         super().__init__(config)
         self.policy = cast(Policy, self.model_parts[0])
-        if self.policy.draft is None:
-            raise ValueError("model_spec has no draft; DraftTrainer trains one")
+        assert self.policy.draft is not None
         self.draft = self.policy.draft
         load_policy(self.policy, config.hf_assets_path)
+        if self.draft.d2t is not None:
+            counts = cast(Any, self.dataloader).count_response_tokens(self.draft.config.vocab_size)
+            self.draft.set_vocabulary(select_target_ids(counts, self.draft.d2t.numel()))
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Any], Tensor]]) -> None:
         """Take one optimizer step; the loss is the weighted mean over the rows of all ranks and microbatches."""

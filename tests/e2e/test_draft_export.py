@@ -11,6 +11,7 @@ from helpers.served_drafts import VOCAB_SIZE, WIDTH, check_drafts, make_policy
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.drafts.eagle3.model import Eagle3Draft
 from specco.drafts.export import iterate_weights, save_draft
+from specco.drafts.vocab import compute_target_ids
 from specco.ops.layout import PackedLayout
 from specco.packing import pack_documents
 from specco.rl.engine import EngineConfig, RolloutEngine
@@ -40,6 +41,8 @@ def make_draft(seed: int, **changes) -> Eagle3Draft:
         for parameter in draft.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape))
+    if draft.d2t is not None:
+        draft.set_vocabulary(torch.arange(1, VOCAB_SIZE, 2))
     return draft
 
 
@@ -58,8 +61,8 @@ def draft_with_training_network(draft: Eagle3Draft, policy, context: list[int], 
     states = policy(ids[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[layer + 1][0] for layer in TARGET_LAYER_IDS], dim=-1)
     rows = draft(taps, policy.get_input_embeddings()(ids), tokens, PackedLayout.build(tokens.cu_seqlens))
-    logits = draft.lm_head(rows.hidden[rows.branch_ids == len(context) - 2])
-    return logits.argmax(-1).tolist()
+    best = draft.lm_head(rows.hidden[rows.branch_ids == len(context) - 2]).argmax(-1)
+    return (best if draft.d2t is None else compute_target_ids(draft.d2t)[best]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -68,8 +71,9 @@ def draft_with_training_network(draft: Eagle3Draft, policy, context: list[int], 
         ({}, 3),
         ({"norm_before_residual": True, "fc_norm": True, "norm_output": True}, 1),
         ({"norm_before_fc": True}, 1),
+        ({"draft_vocab_size": VOCAB_SIZE // 2}, 1),
     ],
-    ids=["plain", "residual_fc_norm_output", "norm_before_fc"],
+    ids=["plain", "residual_fc_norm_output", "norm_before_fc", "reduced_vocabulary"],
 )
 def test_greedy_drafts_equal_the_training_networks(policy, tmp_path, changes, num_prompts):
     """As loaded from the exported directory, and after a refit to other weights."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,23 @@ def test_same_seed_gives_the_same_rows(folder: Path) -> None:
     for row, other in zip(first, second, strict=True):
         timeless = {k: v for k, v in row.items() if not k.startswith("seconds/") and not k.endswith("_per_s")}
         assert timeless == {k: other[k] for k in timeless}
+
+
+@pytest.mark.timeout(600)
+def test_a_reduced_vocabulary_is_chosen_once_and_kept(folder: Path) -> None:
+    """From the policy's own responses in pre-training; the job trains and serves it, and saves the same."""
+    reduced = [*PRETRAIN, "smoke_eagle3_draft", "--draft_vocab_size", "20", "--dump_folder", "runs/reduced_draft"]
+    run_torchrun(folder, 2, *reduced)
+    job = ["-m", "recipes.grpo", "--config", "smoke", "--name", "reduced", "--steps", "2", "--checkpoint_every", "2"]
+    run_torchrun(folder, 2, *job, "--learner.draft_path", "runs/reduced_draft/draft")
+    start = load_file(folder / "runs/reduced_draft/draft/model.safetensors")
+    end = load_file(folder / "runs/reduced/draft/model.safetensors")
+    assert int(start["t2d"].sum()) == start["d2t"].numel() == start["lm_head.weight"].shape[0] == 20
+    assert torch.equal(start["d2t"], end["d2t"]) and torch.equal(start["t2d"], end["t2d"])
+    assert not torch.equal(start["fc.weight"], end["fc.weight"])
+    state = {"learner": {"model": {"draft.d2t": torch.zeros_like(start["d2t"])}}}
+    dcp.load(state, checkpoint_id=folder / "runs/reduced/checkpoints/step-00000002", no_dist=True)
+    assert torch.equal(state["learner"]["model"]["draft.d2t"], start["d2t"])
 
 
 @pytest.mark.parametrize(

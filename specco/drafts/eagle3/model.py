@@ -141,10 +141,13 @@ class Eagle3Draft(Draft):
         self.fc = nn.Linear(num_taps * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3DecoderLayer(config)
         self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size or config.vocab_size, bias=False)
+        if config.draft_vocab_size is not None:
+            self.d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            self.t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
 
     def sum_loss_weights(self, tokens: PackedTokens) -> Tensor:
-        return sum_pass_weights(tokens, self.config.ttt_steps, self.config.loss_decay)
+        return sum_pass_weights(tokens, self.config.ttt_steps, self.config.loss_decay, self.t2d)
 
     def forward(
         self,
@@ -176,7 +179,7 @@ class Eagle3Draft(Draft):
                 outputs = hidden.index_select(0, picked)
             else:
                 outputs = self.norm(hidden.index_select(0, picked))
-            passes.append(build_pass_rows(outputs, rows[picked], tokens, ttt_pass, self.config.loss_decay))
+            passes.append(build_pass_rows(outputs, rows[picked], tokens, ttt_pass, self.config.loss_decay, self.t2d))
         return concat_rows(passes)
 
     def _fuse_taps(self, taps: Tensor) -> Tensor:

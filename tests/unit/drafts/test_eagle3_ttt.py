@@ -209,7 +209,7 @@ class TestHandMadeTables:
             (3, 1, 4, 55),
         ]
         assert rows.weights.tolist() == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25]
-        assert sum_pass_weights(tokens, 3, 0.5).tolist() == [3, 1.5, 0.5]
+        assert sum_pass_weights(tokens, 3, 0.5, None).tolist() == [3, 1.5, 0.5]
         assert seen == {
             # pass: (rows; token read at each, -1 = past the end; rotary position of each). Every row brings a trunk
             # key; from pass 2 on only rows 0 to 3 are left, from which some pass is trained
@@ -238,7 +238,7 @@ class TestHandMadeTables:
             (3, 4, 7, 64),
         ]
         assert rows.weights.tolist() == [1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25]
-        assert sum_pass_weights(tokens, 3, 0.5).tolist() == [4, 1.5, 0.25]
+        assert sum_pass_weights(tokens, 3, 0.5, None).tolist() == [4, 1.5, 0.25]
         assert seen == {
             1: ([0, 1, 2, 3, 4, 5, 6, 7, 8], [51, 52, 53, -1, 61, 62, 63, 64, -1], [0, 1, 2, 3, 0, 1, 2, 3, 4]),
             2: ([0, 1, 4, 5, 6], [52, 53, 62, 63, 64], [1, 2, 1, 2, 3]),

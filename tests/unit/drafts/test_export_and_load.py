@@ -132,7 +132,6 @@ class TestRefusals:
             ({"eagle_aux_hidden_state_layer_ids": [0, 3]}, r"eagle_aux_hidden_state_layer_ids is \[0, 3\]"),
             ({"eagle_aux_hidden_state_layer_ids": [4, 2, 7]}, r"target_layer_ids is \(3, 1, 6\)"),
             ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "Eagle3Qwen3ForCausalLM"),
-            ({"draft_vocab_size": 5}, "draft_vocab_size is 5"),
             ({"target_hidden_size": 5}, "target_hidden_size is 5"),
             ({"num_hidden_layers": 2}, "num_hidden_layers is 2"),
             ({"attention_bias": True}, "attention_bias is True"),
