@@ -111,14 +111,15 @@ def build_acceptance_pairs(
     return pairs
 
 
-def sum_acceptance_length_estimates(
+def sum_acceptance_rate_estimates(
     tv: Tensor, reach: Tensor, slot_ids: Tensor, branch_ids: Tensor, num_slots: int
 ) -> Tensor:
-    """Estimate the acceptance length from training rows: sum over branches and their number, as a pair.
+    """Estimate the rate of each draft position from training rows: sums and counts ``[num_slots, 2]`` of branches.
 
-    A branch's estimate is ``1 + sum_k (1 - tv_k) * prod_{j<k} reach_j``, bonus token included. It is an estimate: the
-    rows follow the policy's own tokens, whereas an engine verifies after each rejection anew and goes on from accepted
-    draft tokens only.
+    The rate of position k is the share of verifications that accept it; a branch's estimate of it is
+    ``(1 - tv_k) * prod_{j<k} reach_j``. It is an estimate: the rows follow the
+    policy's own tokens, whereas an engine verifies after each rejection anew and goes on from accepted draft tokens
+    only.
 
     - ``reach = 1 - tv``: the usual one. Biased low: tokens of the policy that the draft likes are accepted more
       often, and their continuations are the easier ones.
@@ -141,8 +142,20 @@ def sum_acceptance_length_estimates(
     go_on[inverse, slot_ids] = reach.double()
     has_row[inverse, slot_ids] = 1.0
     reached = torch.cat([torch.ones_like(go_on[:, :1]), go_on[:, :-1].cumprod(dim=1)], dim=1)
-    estimates = 1 + (reached * accept).sum(dim=1)
-    return sum_rows(estimates, has_row.all(dim=1))
+    is_whole = has_row.all(dim=1)
+    sums = (reached * accept)[is_whole].sum(dim=0)
+    return torch.stack([sums, is_whole.sum().expand_as(sums)], dim=1)
+
+
+def sum_acceptance_length_estimates(
+    tv: Tensor, reach: Tensor, slot_ids: Tensor, branch_ids: Tensor, num_slots: int
+) -> Tensor:
+    """Estimate the acceptance length, bonus token included, from training rows: sum over branches and their number.
+
+    One more than the sum of ``sum_acceptance_rate_estimates``, which says what the arguments are and how it errs.
+    """
+    rates = sum_acceptance_rate_estimates(tv, reach, slot_ids, branch_ids, num_slots)
+    return make_pair(rates[:, 0].sum() + rates[0, 1], rates[0, 1])
 
 
 def sum_mismatch_kl(trainer_logprobs: Tensor, inference_logprobs: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +25,28 @@ from report import read_run
 from report_plots import Group, average_phases
 from rich.console import Console
 from rich.table import Table
+from rollout_timing import PLAIN, Batch, build_engines, summarize, take_turns
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment
 from recipes.run_info import read_machine, read_versions
-from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig
+from specco.rl.engine import RolloutEngine, SamplingConfig
 
 GROUP_SIZE = 8
 """Samples of a prompt, as in the demo."""
 MAX_MODEL_LEN = 128
 KV_CACHE_BYTES = 1 << 26
-BOOTSTRAP = 2000
-PLAIN = 0
-"""The number of draft tokens of the engine without a draft."""
 
 
 def main() -> None:
     args = parse_arguments()
-    engines = build_engines(args)
+    engines = build_engines(
+        args.policy,
+        args.draft,
+        args.k,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=max(args.batch),
+        kv_cache_bytes=KV_CACHE_BYTES,
+    )
     results = []
     for batch in args.batch:
         results += measure_batch(engines, batch, args.rounds)
@@ -90,77 +93,17 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def build_engines(args: argparse.Namespace) -> dict[int, RolloutEngine]:
-    """Return the engines by their number of draft tokens."""
-    return {
-        k: RolloutEngine(
-            EngineConfig(
-                policy_path=args.policy,
-                draft_path=None if k == PLAIN else args.draft,
-                num_speculative_tokens=max(k, 1),
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=max(args.batch),
-                kv_cache_bytes=KV_CACHE_BYTES,
-            )
-        )
-        for k in (PLAIN, *args.k)
-    }
-
-
-def roll_out(engine: RolloutEngine, batch: int, index: int) -> dict[str, float]:
-    """Roll out ``batch`` sequences of round ``index``; return rates and acceptance."""
+def make_batch(batch: int, index: int) -> Batch:
+    """Return ``batch`` sequences of the demo's task, fresh ones in each round."""
     environment = CarryEnvironment(seed=1)
-    first = index * batch
-    prompts = [environment.make_prompt(first + i) for i in range(batch // GROUP_SIZE)]
-    sampling = SamplingConfig(n=GROUP_SIZE, max_tokens=MAX_RESPONSE_TOKENS, stop_token_ids=(EOS_ID,), seed=index)
-    engine.stats()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    engine.generate(prompts, sampling)
-    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    stats = engine.stats()
-    return {
-        "tokens": stats.num_generated_tokens,
-        "tokens_per_s": stats.num_generated_tokens / seconds,
-        "tokens_per_cpu_s": stats.num_generated_tokens / cpu_seconds,
-        "num_drafts": stats.num_drafts,
-        "num_accepted_tokens": stats.num_accepted_tokens,
-    }
+    prompts = [environment.make_prompt(index * batch + i) for i in range(batch // GROUP_SIZE)]
+    return prompts, SamplingConfig(n=GROUP_SIZE, max_tokens=MAX_RESPONSE_TOKENS, stop_token_ids=(EOS_ID,), seed=index)
 
 
 def measure_batch(engines: dict[int, RolloutEngine], batch: int, num_rounds: int) -> list[dict[str, Any]]:
     """Let the engines take turns, one round of warm-up first; return one result an engine."""
-    order = list(engines)
-    rounds: dict[int, list[dict[str, float]]] = {k: [] for k in order}
-    for index in range(num_rounds + 1):
-        for k in order[index % len(order) :] + order[: index % len(order)]:
-            figures = roll_out(engines[k], batch, index)
-            if index > 0:
-                rounds[k].append(figures)
-    return [summarize(k, batch, rounds[k], rounds[PLAIN]) for k in order]
-
-
-def summarize(
-    k: int, batch: int, rounds: Sequence[dict[str, float]], plain: Sequence[dict[str, float]]
-) -> dict[str, Any]:
-    """Return medians of the rates, and of their ratios to the plain engine's round by round."""
-    drafts = sum(r["num_drafts"] for r in rounds)
-    result: dict[str, Any] = {"batch": batch, "k": k, "tokens": sum(r["tokens"] for r in rounds)}
-    result["acceptance_length"] = 1 + sum(r["num_accepted_tokens"] for r in rounds) / drafts if drafts else None
-    for name, speedup in (("tokens_per_s", "speedup"), ("tokens_per_cpu_s", "cpu_speedup")):
-        result[name] = statistics.median(r[name] for r in rounds)
-        ratios = [r[name] / p[name] for r, p in zip(rounds, plain, strict=True)]
-        result[speedup] = statistics.median(ratios)
-        result[f"{speedup}_interval"] = bootstrap_interval(ratios)
-    if drafts:
-        result["check_cost"] = result["acceptance_length"] / result["cpu_speedup"]
-    return result
-
-
-def bootstrap_interval(values: Sequence[float]) -> list[float]:
-    """Return the 95% interval of the median."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(BOOTSTRAP))
-    return [medians[round(0.025 * (BOOTSTRAP - 1))], medians[round(0.975 * (BOOTSTRAP - 1))]]
+    rounds = take_turns(engines, num_rounds, partial(make_batch, batch))
+    return [summarize(k, batch, rounds[k], rounds[PLAIN]) for k in engines]
 
 
 def read_phases(folder: Path) -> dict[str, float]:

@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
-from bench_rollout import bootstrap_interval, estimate_step, summarize
+from bench_rollout import estimate_step
+from rollout_timing import bootstrap_interval, summarize
 
 
 def make_round(rate: float, num_drafts: int = 0, num_accepted_tokens: int = 0) -> dict[str, float]:
