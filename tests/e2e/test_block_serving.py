@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import engine_models
+from helpers.acceptance_test import run_acceptance_test
 from helpers.sample_test import run_sample_test
 from helpers.served_drafts import VOCAB_SIZE, WIDTH, PredictFn, check_drafts, make_policy
 from torch import Tensor
@@ -99,7 +100,7 @@ def predict_with_training_network(
     anchor = len(context) - 1
     (tokens,) = pack_documents([ids], [torch.arange(ids.numel()) >= anchor], max_tokens=ids.numel())
     states = model(ids[None], output_hidden_states=True).hidden_states
-    taps = torch.cat([states[layer + 1][0] for layer in TARGET_LAYER_IDS], dim=-1)
+    taps = torch.cat([states[layer + 1][0] for layer in draft.target_layer_ids], dim=-1)
     embedding: Tensor = model.get_input_embeddings().weight
     layout = PackedLayout.build(tokens.cu_seqlens)
     rows = draft(taps, embedding[ids], tokens, layout, None, embedding[MASK_ID])
@@ -156,15 +157,18 @@ def trained_policy(tmp_path_factory) -> tuple[Qwen3ForCausalLM, Path]:
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark"])
-def test_samples_follow_the_policy(trained_policy, tmp_path, method):
-    """Drafts are accepted in part; tokens of a wrong distribution would show in either statistic."""
+def test_a_trained_draft_is_served_as_trained(trained_policy, tmp_path, method):
+    """Lossless, accepted as often as the training network says, and its greedy drafts that network's; also refitted.
+
+    Drafts are accepted in part; tokens of a wrong distribution would show in either statistic of the samples.
+    """
     blocks: dict[str, Any] = {"num_hidden_layers": 2, "mask_token_id": MASK_ID, "num_anchors": 8}
     if method == "dflash":
         draft = make_draft(DFlashConfig(**engine_models.SHAPE, **blocks, block_size=4), seed=1)
     else:
         draft = make_draft(DSparkConfig(**engine_models.SHAPE, **blocks, block_size=3, markov_rank=16), seed=1)
     model, _ = trained_policy
-    engine_models.train_draft(draft, model, num_steps=150)
+    engine_models.train_draft(draft, model, num_steps=200)
     engine = build_engine(trained_policy, draft, tmp_path)
     try:
         for temperature, top_p in ((1.0, 1.0), (0.7, 0.9)):
@@ -174,5 +178,13 @@ def test_samples_follow_the_policy(trained_policy, tmp_path, method):
             assert 0.1 < acceptance < 0.9
             assert abs(result.z) < 4
             assert result.p_value > 1e-4
+        accepted = run_acceptance_test(engine, draft, model)
+        print(f"{method}: served {accepted.rates}, expected {accepted.expected}, z={accepted.z}")
+        assert accepted.num_verifications > 5000
+        assert float(accepted.z.abs().max()) < 3
+        assert check_drafts(engine, make_predict_fn(draft, model), num_prompts=7)[0] >= 200
+        engine_models.train_draft(draft, model, num_steps=50)
+        engine.refit(version=1, draft=iterate_weights(draft))
+        assert check_drafts(engine, make_predict_fn(draft, model), num_prompts=7)[0] >= 200
     finally:
         engine.close()

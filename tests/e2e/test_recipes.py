@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+
+from recipes.pretrain import BLOCKS, make_shape
+from specco.drafts.dspark.config import DSparkConfig
+from specco.drafts.export import save_draft
+from specco.drafts.registry import build_draft
 
 ROOT = Path(__file__).parents[2]
 PRETRAIN = ["-m", "specco.titan.train", "--module", "recipes.pretrain", "--config"]
@@ -32,6 +38,11 @@ def run_torchrun(folder: Path, num_ranks: int, *arguments: str) -> str:
     )
     assert result.returncode == 0, result.stdout[-6000:]
     return result.stdout
+
+
+def read_rows_without_times(folder: Path, name: str) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith("seconds/") and not k.endswith("_per_s")} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +115,25 @@ def test_same_seed_gives_the_same_rows(folder: Path) -> None:
     left_behind.mkdir(parents=True)
     run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "again")
     assert not left_behind.exists(), "a new run of the same name kept an older run's checkpoint"
-    first, second = (
-        [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-        for name in ("smoke", "again")
-    )
-    for row, other in zip(first, second, strict=True):
-        timeless = {k: v for k, v in row.items() if not k.startswith("seconds/") and not k.endswith("_per_s")}
-        assert timeless == {k: other[k] for k in timeless}
+    assert read_rows_without_times(folder, "again") == read_rows_without_times(folder, "smoke")
+
+
+def test_the_exported_draft_is_evaluated(folder: Path) -> None:
+    prompts = [json.dumps({"text": "1+2+3+4+5+6="}), json.dumps({"token_ids": [3, 12, 4, 12, 5, 13]})]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    command = [sys.executable, str(ROOT / "tools/eval_acceptance.py"), "runs/smoke/policy", "runs/smoke/draft"]
+    command += ["--prompts", "prompts.jsonl", "--rounds", "2", "--kv-cache-mib", "64", "--out", "acceptance.json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-4000:]
+    report = json.loads((folder / "acceptance.json").read_text())
+    served, estimate = report["served"], report["estimate"]
+    assert served["num_verifications"] > 50 and estimate["num_branches"] > 50
+    assert 1 <= served["acceptance_length"] <= 4
+    # both are of the same draft and policy: two prompts and a few hundred verifications leave room for noise
+    assert abs(served["acceptance_length"] - estimate["acceptance_length_by_label"]) < 0.5
+    assert [speed["k"] for speed in report["speed"]] == [0, 3]
+    assert "estimate, biased low" in result.stdout
 
 
 @pytest.mark.timeout(600)
@@ -128,6 +151,40 @@ def test_a_reduced_vocabulary_is_chosen_once_and_kept(folder: Path) -> None:
     state = {"learner": {"model": {"draft.d2t": torch.zeros_like(start["d2t"])}}}
     dcp.load(state, checkpoint_id=folder / "runs/reduced/checkpoints/step-00000002", no_dist=True)
     assert torch.equal(state["learner"]["model"]["draft.d2t"], start["d2t"])
+
+
+@pytest.mark.timeout(600)
+def test_block_drafts_resume_to_the_same_rows(folder: Path) -> None:
+    """A DSpark draft, its anchors and its engine's noise go on after a checkpoint as if there had been no stop."""
+    config = DSparkConfig(**make_shape("smoke", (0, 1, 2)), **BLOCKS, block_size=4, markov_rank=8)
+    draft = build_draft(config)
+    draft.init_weights()
+    save_draft(draft, folder / "runs/dspark_draft/draft")
+    job = [
+        "-m",
+        "recipes.grpo",
+        "--config",
+        "smoke",
+        "--steps",
+        "4",
+        "--checkpoint_every",
+        "2",
+        "--validate_every",
+        "4",
+    ]
+    job += ["--learner.draft_path", "runs/dspark_draft/draft", "--num_speculative_tokens", "4"]
+    run_torchrun(folder, 2, *job, "--name", "whole")
+    shutil.copytree(folder / "runs/whole", folder / "runs/stopped")
+    shutil.rmtree(folder / "runs/stopped/checkpoints/step-00000004")
+    run_torchrun(folder, 2, *job, "--name", "stopped", "--resume")
+    assert json.loads((folder / "runs/stopped/run.json").read_text())["first_step"] == 2
+    rows = read_rows_without_times(folder, "whole")
+    assert read_rows_without_times(folder, "stopped") == rows
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[4]["validation_acceptance_length"] != rows[4]["validation_acceptance_length_start_draft"]
+    assert "acceptance_rate_3" in rows[4] and "draft_tv/slot3" in rows[4]
+    ends = [load_file(folder / f"runs/{name}/draft/model.safetensors") for name in ("whole", "stopped")]
+    assert all(torch.equal(ends[1][name], weight) for name, weight in ends[0].items())
 
 
 @pytest.mark.parametrize(

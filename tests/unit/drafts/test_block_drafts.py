@@ -232,10 +232,12 @@ class TestHandMadeTables:
         assert positions[:, 0].tolist() == [2, 3, 4, 7, 1]
         assert bool((positions.diff(dim=1) == 1).all())
 
-    def test_mask_of_the_module_page(self):
+    @pytest.mark.parametrize("make_config", [make_dflash_config, make_dspark_config])
+    @pytest.mark.parametrize("is_sliding", [False, True])
+    def test_masks_drawn_by_hand(self, make_config, is_sliding):
         """What the drawing in ``drafts/block.py`` says, seen through the gradients of the queries' outputs."""
-        config = make_dflash_config(block_size=3, num_hidden_layers=1, num_anchors=9)
-        draft = make_draft(config)
+        sliding = {"layer_types": ("sliding_attention",), "sliding_window": 3} if is_sliding else {}
+        draft = make_draft(make_config(block_size=3, num_hidden_layers=1, num_anchors=9, **sliding))
         document = make_document(6, 0, seed=0)
         document.loss_mask[:] = torch.tensor([False, False, True, True, True, True])
         tokens, seen = pack([document]), {}
@@ -254,6 +256,14 @@ class TestHandMadeTables:
             (2, 2): ([1, 1, 0, 0, 0, 0], [1, 1, 1], [0, 0, 0], [0, 0, 0]),
             (4, 1): ([1, 1, 1, 1, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 1]),
         }
+        if is_sliding:
+            # a query at anchor + offset sees two tokens before itself; its block causally
+            expected = {
+                (2, 0): ([1, 1, 0, 0, 0, 0], [1, 0, 0], [0, 0, 0], [0, 0, 0]),
+                (2, 1): ([0, 1, 0, 0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 0]),
+                (4, 0): ([0, 0, 1, 1, 0, 0], [0, 0, 0], [0, 0, 0], [1, 0, 0]),
+                (4, 2): ([0, 0, 0, 0, 0, 0], [0, 0, 0], [0, 0, 0], [1, 1, 1]),
+            }
         for (anchor, query), (trunk, *blocks) in expected.items():
             taps.grad = seen["x"].grad = None
             seen["out"][(anchor - 2) * 3 + query].square().sum().backward(retain_graph=True)

@@ -141,6 +141,15 @@ def sum_dense_losses(loss_decay: float, documents: list[Document], logits: list[
 
 
 class TestDenseOracle:
+    def test_mask_drawn_by_hand(self):
+        """The drawing of ``drafts/eagle3/model.py``: pass 3 of a document of 4 rows; keys of passes 1, 2 and 3."""
+        assert build_dense_mask([4], 3)[8:].int().tolist() == [
+            [1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0],
+            [1, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0, 0],
+            [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1, 0],
+            [1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 1],
+        ]
+
     @pytest.mark.parametrize("changes", VARIANTS, ids=str)
     def test_logits_losses_and_gradients_match(self, changes):
         draft = make_draft(make_config(**changes))
