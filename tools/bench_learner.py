@@ -29,7 +29,7 @@ from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa:
 from recipes.carry import CarrySamples  # noqa: E402
 from specco.drafts.eagle3.config import Eagle3Config  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
-from specco.packing import pack_documents  # noqa: E402
+from specco.packing import PackedTokens, pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
 from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
@@ -54,18 +54,42 @@ def make_batch(num_samples: int, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def build_learner(policy_path: str, draft_path: str) -> Learner:
-    """Build the learner as the demo does; learning rates of 0 keep the weights as they are."""
+def pack_batch(batch: dict[str, torch.Tensor]) -> PackedTokens:
+    """Return the samples as one packed microbatch."""
+    lengths = batch["lengths"].tolist()
+
+    def cut(name: str) -> list[torch.Tensor]:
+        return [row[:n] for row, n in zip(batch[name], lengths, strict=True)]
+
+    advantages = [a.expand(n) for a, n in zip(batch["advantages"], lengths, strict=True)]
+    (tokens,) = pack_documents(
+        cut("input_ids"),
+        cut("response_mask"),
+        max_tokens=sum(lengths),
+        row_values={"inference_logprobs": cut("inference_logprobs"), "advantages": advantages},
+    )
+    return tokens
+
+
+def build_learner(policy_path: str, draft_path: str | None, parallelism: ParallelismConfig | None = None) -> Learner:
+    """Build the learner as the demo does; learning rates of 0 keep the weights as they are.
+
+    Args:
+        policy_path: directory of the policy.
+        draft_path: directory of the draft; None: the policy alone.
+        parallelism: layout; None: FSDP over all ranks.
+    """
+    draft = None if draft_path is None else read_draft_config(draft_path)
     return Learner.Config(
-        model_spec=make_model_spec(
-            read_policy_config(policy_path), flavor="bench", draft=read_draft_config(draft_path)
-        ),
+        model_spec=make_model_spec(read_policy_config(policy_path), flavor="bench", draft=draft),
         policy_path=policy_path,
-        draft_path=draft_path,
-        optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(0.0, 0.0, **ADAM)),
+        draft_path=draft_path or "",
+        optimizer=OptimizersContainer.Config(
+            param_groups=policy_and_draft_groups(0.0, None if draft is None else 0.0, **ADAM)
+        ),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
         training=TrainingConfig(mixed_precision_param="float32", disable_cuda_graphs=True),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=parallelism or ParallelismConfig(spmd_backend="partial_dtensor"),
     ).build()
 
 
@@ -100,18 +124,9 @@ def main() -> None:
     learner = build_learner(args.policy_path, args.draft_path)
     loss_fn = GrpoLoss()
     batch = make_batch(args.samples, dist.get_rank())
-    lengths = batch["lengths"].tolist()
     assert learner.draft is not None
     draft_config = cast(Eagle3Config, learner.draft.config)
-    (tokens,) = pack_documents(
-        [row[:n] for row, n in zip(batch["input_ids"], lengths, strict=True)],
-        [row[:n] for row, n in zip(batch["response_mask"], lengths, strict=True)],
-        max_tokens=sum(lengths),
-        row_values={
-            "inference_logprobs": [row[:n] for row, n in zip(batch["inference_logprobs"], lengths, strict=True)],
-            "advantages": [a.expand(n) for a, n in zip(batch["advantages"], lengths, strict=True)],
-        },
-    )
+    tokens = pack_batch(batch)
     plain = PlainModel(learner.policy.config, learner.policy_weights(), draft_config, learner.draft_weights())
     groups = [{"params": plain.draft.parameters()}, {"params": plain.policy.parameters()}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, fused=True, **ADAM)

@@ -190,7 +190,7 @@ class Learner(Configurable):
         results = []
         for index in range(num_microbatches):
             tokens = microbatches[index] if index < len(microbatches) else _nothing_to_train(policy_loss_fn)
-            layout = PackedLayout.build(tokens.cu_seqlens, self.parallel_dims.cp, self.cp_rank)
+            layout = self.build_layout(tokens)
             if self.reference is not None:
                 tokens = self._add_reference_logprobs(tokens, layout)
             plan = HeadPlan(
@@ -238,6 +238,10 @@ class Learner(Configurable):
                 dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
                 differs = max(float(values[2]), float(values[0] != -values[1]))
         return differs
+
+    def build_layout(self, tokens: PackedTokens) -> PackedLayout:
+        """Return which rows of a microbatch this rank holds."""
+        return PackedLayout.build(tokens.cu_seqlens, self.parallel_dims.cp, self.cp_rank)
 
     def _run_policy(
         self, policy: Policy, tokens: PackedTokens, layout: PackedLayout
