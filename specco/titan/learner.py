@@ -39,7 +39,7 @@ from specco.titan.attention import PackedMasks
 from specco.titan.checkpoint import load_checkpoint
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
-from specco.titan.parallelize import check_parallelism
+from specco.titan.parallelize import check_model, check_parallelism
 from specco.titan.policy import Policy
 
 DRAFT_PATTERN = r"^draft\."
@@ -103,6 +103,7 @@ class Learner(Configurable):
 
     def __init__(self, config: Config) -> None:
         assert config.model_spec is not None, "model_spec is set by the config function"
+        check_model(cast(Policy.Config, config.model_spec.model), config.parallelism)
         self.config = config
         self.device = utils.get_local_device()
         world_size = dist_utils.init_distributed(config.comm)
@@ -289,7 +290,8 @@ class Learner(Configurable):
         metrics = {}
         max_norms = {"policy": self.config.training.max_norm, "draft": self.config.draft_max_norm}
         for name, parameters in self._parameters().items():
-            norm = dist_utils.clip_grad_norm_(parameters, max_norms[name], foreach=True)
+            has_experts = name == "policy" and self.parallel_dims.ep_enabled
+            norm = dist_utils.clip_grad_norm_(parameters, max_norms[name], foreach=True, ep_enabled=has_experts)
             metrics[f"grad_norm/{name}"] = float(norm)
             if not math.isfinite(norm):
                 self.num_skipped[name] += 1

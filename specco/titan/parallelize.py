@@ -10,7 +10,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
-from specco.distributed.draft_plan import apply_draft_tp
+from specco.distributed.draft_plan import apply_draft_tp, check_draft_tp
 from specco.drafts.base import Draft
 from specco.titan.policy import Policy
 
@@ -46,9 +46,9 @@ def parallelize_policy(
         ValueError: a degree that is not supported, or another backend.
     """
     check_parallelism(parallelism)
-    if parallel_dims.tp_enabled:
-        if model.draft is not None:
-            apply_draft_tp(model.draft, parallel_dims.get_mesh("tp"))
+    if parallel_dims.tp_enabled and model.draft is not None:
+        apply_draft_tp(model.draft, parallel_dims.get_mesh("tp"))
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     if model.draft is not None:
         shard_draft(model.draft, parallel_dims=parallel_dims, training=training)
@@ -58,12 +58,14 @@ def parallelize_policy(
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     apply_fsdp_to_decoder(
         model,
-        parallel_dims.get_mesh(_get_data_axes(parallel_dims)),
+        parallel_dims.get_mesh(_get_data_axes(parallel_dims, "fsdp")),
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         pp_enabled=parallel_dims.pp_enabled,
         cpu_offload=training.enable_cpu_offload,
         reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=parallel_dims.get_mesh(_get_data_axes(parallel_dims, "efsdp")) if parallel_dims.ep_enabled else None,
     )
     if dist.get_backend() == "gloo":
         # gloo has no PREMUL_SUM, which FSDP2 uses for a gradient factor that is not the world size
@@ -73,9 +75,12 @@ def parallelize_policy(
     return model
 
 
-def _get_data_axes(parallel_dims: ParallelDims) -> list[str]:
-    """Return the axes that parameters are sharded and gradients are summed over; "fsdp" holds those of "cp"."""
-    return ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+def _get_data_axes(parallel_dims: ParallelDims, shard_axis: str) -> list[str]:
+    """Return the axes that parameters are sharded and gradients are summed over.
+
+    "fsdp" holds the ranks of "cp"; experts have "efsdp", what "ep" leaves of "fsdp" and "tp".
+    """
+    return ["dp_replicate", shard_axis] if parallel_dims.dp_replicate_enabled else [shard_axis]
 
 
 def check_parallelism(parallelism: ParallelismConfig) -> None:
@@ -86,7 +91,29 @@ def check_parallelism(parallelism: ParallelismConfig) -> None:
     """
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(f'parallelism.spmd_backend is {parallelism.spmd_backend!r}; allowed is "partial_dtensor"')
-    _check_degrees(parallelism, ("pipeline_parallel", "expert_parallel"), "the learner")
+    _check_degrees(parallelism, ("pipeline_parallel",), "the learner")
+
+
+def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
+    """Refuse, before anything is built, a model that the degrees do not fit.
+
+    Raises:
+        ValueError: naming both sides.
+    """
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    if config.draft is not None and tp > 1:
+        check_draft_tp(config.draft, tp)
+    experts = {layer.moe.num_experts for layer in config.layers if layer.moe is not None}
+    if tp > 1 and experts:
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree is {tp}, but the policy has experts, which are laid out over "
+            "expert_parallel_degree alone; set tensor_parallel_degree=1"
+        )
+    if ep > 1 and not experts:
+        raise ValueError(f"parallelism.expert_parallel_degree is {ep}, but the policy has no experts")
+    for num_experts in experts:
+        if num_experts % ep:
+            raise ValueError(f"parallelism.expert_parallel_degree is {ep}; it must divide num_experts={num_experts}")
 
 
 def check_trainer_parallelism(parallelism: ParallelismConfig) -> None:
@@ -113,5 +140,5 @@ def shard_draft(draft: Draft, *, parallel_dims: ParallelDims, training: Training
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    mesh = parallel_dims.get_mesh(_get_data_axes(parallel_dims))
+    mesh = parallel_dims.get_mesh(_get_data_axes(parallel_dims, "fsdp"))
     fully_shard(draft, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

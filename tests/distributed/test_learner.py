@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.run_learner import VARIANTS
+from helpers.run_learner import MODEL_VARIANTS, VARIANTS
 from safetensors.torch import load_file
 
 from specco.drafts.dflash.config import DFlashConfig
@@ -22,6 +22,8 @@ from specco.drafts.registry import build_draft
 from specco.testing.tolerances import STEP_FLOAT64, relative_error
 from specco.titan.export import save_policy
 from specco.titan.sizes import make_policy_config
+
+pytestmark = pytest.mark.timeout(1800)
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "run_learner.py"
 
@@ -48,14 +50,28 @@ RESUMED_RUNS = [
 ]
 """Runs that go on from a checkpoint that "fsdp2" has saved."""
 
-TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp")
+MODEL_RUNS = [
+    ("ep2", "moe"),
+    ("ep2", "moe_dflash"),
+    ("fsdp2_cp2_ep2", "moe"),
+    ("cp2_tp2", "llama3"),
+]
+"""Runs of policies with experts and of Llama 3."""
 
-RUNS = {1: [f"1/{name}" for name in VARIANTS], 2: [f"fsdp2/{name}" for name in (*VARIANTS, "saved", "dspark_saved")]}
+TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp", "ep2")
+
+RUNS = {
+    1: [f"1/{name}" for name in (*VARIANTS, *MODEL_VARIANTS)],
+    2: [f"fsdp2/{name}" for name in (*VARIANTS, "saved", "dspark_saved")],
+    4: [],
+}
 """Runs by number of ranks, in this order."""
-RUNS[4] = []
 for layout, names in LAYOUT_RUNS.items():
     resumed = [name for other, name in RESUMED_RUNS if other == layout]
     RUNS[2 if layout in TWO_RANKS else 4] += [f"{layout}/{name}" for name in ("alone", *names, *resumed)]
+for layout, model in sorted({(layout, name.partition("_")[0]) for layout, name in MODEL_RUNS}):
+    names = [name for other, name in MODEL_RUNS if other == layout]
+    RUNS[2 if layout in TWO_RANKS else 4] += [f"{layout}/{name}" for name in (f"{model}_alone", *names)]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +113,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=900,
         )
         assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-6000:]
     return folder
@@ -112,7 +128,6 @@ def is_of_draft(name: str) -> bool:
     return "/draft." in name
 
 
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
@@ -121,8 +136,17 @@ def is_of_draft(name: str) -> bool:
     ],
 )
 def test_policy_is_bit_equal_with_and_without_draft(runs: Path, layout: str, name: str) -> None:
-    """C1: clipped gradients of three steps, final weights, norms."""
-    alone, alone_metrics = load(runs, layout, "alone")
+    check_policy_is_bit_equal(runs, layout, name, "alone")
+
+
+@pytest.mark.parametrize(("layout", "name"), [*MODEL_RUNS, ("1", "moe"), ("1", "llama3")])
+def test_other_policies_are_bit_equal_with_and_without_draft(runs: Path, layout: str, name: str) -> None:
+    check_policy_is_bit_equal(runs, layout, name, f"{name.partition('_')[0]}_alone")
+
+
+def check_policy_is_bit_equal(runs: Path, layout: str, name: str, alone_name: str) -> None:
+    """C1: clipped gradients of three steps, final weights, norms, what a router has counted."""
+    alone, alone_metrics = load(runs, layout, alone_name)
     other, metrics = load(runs, layout, name)
     assert not any(is_of_draft(tensor) for tensor in alone)
     for tensor, value in alone.items():
@@ -157,13 +181,24 @@ def test_draft_of_weight_zero_gets_zero_gradients(runs: Path) -> None:
     ],
 )
 def test_layout_and_packing_change_nothing(runs: Path, layout: str, name: str) -> None:
-    """C2: gradients and weights of policy and draft, and every reported mean, against one rank and one microbatch."""
     reference = name if "few_targets" in name else name.partition("_")[0]
     is_eagle3 = reference in ("microbatches", "permuted", "checkpointed", "lopsided")
-    expected, expected_metrics = load(runs, "1", "joint" if is_eagle3 else reference)
+    check_equals_one_rank(runs, layout, name, "joint" if is_eagle3 else reference)
+
+
+@pytest.mark.parametrize(("layout", "name"), MODEL_RUNS)
+def test_layout_changes_nothing_of_other_policies(runs: Path, layout: str, name: str) -> None:
+    check_equals_one_rank(runs, layout, name, name)
+
+
+def check_equals_one_rank(runs: Path, layout: str, name: str, reference: str) -> None:
+    """C2: gradients and weights of policy and draft, and every reported mean, against one rank and one microbatch."""
+    expected, expected_metrics = load(runs, "1", reference)
     actual, metrics = load(runs, layout, name)
     assert actual.keys() == expected.keys()
     for tensor, value in expected.items():
+        if tensor.startswith("count/"):
+            assert torch.equal(actual[tensor], value), tensor
         assert relative_error(actual[tensor], value) <= STEP_FLOAT64, tensor
     for row, expected_row in zip(metrics, expected_metrics, strict=True):
         assert row.keys() == expected_row.keys()

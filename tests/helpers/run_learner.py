@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specco.titan import cpu_support
 
@@ -35,6 +37,7 @@ from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_chec
 from specco.titan.export import read_policy_config  # noqa: E402
 from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
 from specco.titan.registry import make_model_spec  # noqa: E402
+from specco.titan.sizes import make_policy_config  # noqa: E402
 
 NUM_STEPS = 3
 TORCH_DTYPE_MAP["float64"] = torch.float64
@@ -50,6 +53,8 @@ LAYOUTS = {
     "tp2_no_sp": {"tensor_parallel_degree": 2, "enable_sequence_parallel": False},
     "fsdp2_tp2": {"tensor_parallel_degree": 2},
     "cp2_tp2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "ep2": {"expert_parallel_degree": 2},
+    "fsdp2_cp2_ep2": {"context_parallel_degree": 2, "expert_parallel_degree": 2},
 }
 """Degrees of each layout; the ranks that are left are FSDP's."""
 
@@ -73,6 +78,21 @@ VARIANTS = {
     "nan_policy": {"poisoned": "layers."},
 }
 """What each run changes; "joint" is the plain one."""
+
+MODEL_VARIANTS = {
+    "moe": {"model": "moe"},
+    "moe_alone": {"model": "moe", "has_draft": False},
+    "moe_dflash": {"model": "moe", "family": "dflash"},
+    "llama3": {"model": "llama3"},
+    "llama3_alone": {"model": "llama3", "has_draft": False},
+}
+"""Runs of other policies than the dense Qwen3 of POLICY."""
+
+SIZES = {"num_layers": 3, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+MODELS = {
+    "moe": {"architecture": "qwen3", "num_experts": 4, "top_k": 2} | SIZES,
+    "llama3": {"architecture": "llama3"} | SIZES,
+}
 
 CHECKPOINT_VARIANTS = {
     "saved": {"is_saved": True},
@@ -129,16 +149,20 @@ def make_microbatches(
     )
 
 
-def build_learner(policy_path: str, draft_path: str, layout: str, has_draft: bool, **changes: object) -> Learner:
-    """Build a float64 learner whose clipping is at work."""
+def build_learner(
+    policy_path: str, draft_path: str, layout: str, has_draft: bool, *, model: str | None = None, **changes: object
+) -> Learner:
+    """Build a float64 learner whose clipping is at work; ``model`` is a key of ``MODELS``, None: that of POLICY."""
     wide = {"mixed_precision_param": "float64", "mixed_precision_reduce": "float64", "dtype": "float64"}
     config = Learner.Config(
         model_spec=make_model_spec(
-            read_policy_config(policy_path),
+            read_policy_config(policy_path)
+            if model is None
+            else make_policy_config(vocab_size=64, max_seq_len=64, **MODELS[model]),
             flavor="test",
             draft=read_draft_config(draft_path) if has_draft else None,
         ),
-        policy_path=policy_path,
+        policy_path=policy_path if model is None else "",
         draft_path=draft_path if has_draft else "",
         optimizer=OptimizersContainer.Config(param_groups=policy_and_draft_groups(1e-3, 2e-3 if has_draft else None)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
@@ -147,12 +171,27 @@ def build_learner(policy_path: str, draft_path: str, layout: str, has_draft: boo
         draft_max_norm=0.5,
         chunk_rows=5,
     )
-    return replace(config, **changes).build()
+    learner = replace(config, **changes).build()
+    if model is not None:
+        fill_policy(learner)
+    return learner
+
+
+@torch.no_grad()
+def fill_policy(learner: Learner) -> None:
+    """Draw each weight of the policy from its name, the same in any layout."""
+    for name, parameter in learner.policy.named_parameters():
+        name = canonical_fqn(name)
+        if not name.startswith("draft."):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            whole = 1 + 0.1 * whole if parameter.ndim == 1 else 0.2 * whole
+            parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
 def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name: str) -> None:
     """Run the steps of one variant and save them on rank 0."""
-    changes = dict((VARIANTS | CHECKPOINT_VARIANTS)[name])
+    changes = dict((VARIANTS | MODEL_VARIANTS | CHECKPOINT_VARIANTS)[name])
     batch_choices = ("max_tokens", "is_permuted", "is_lopsided", "has_few_targets")
     batch = {key: changes.pop(key) for key in batch_choices if key in changes}
     poisoned = changes.pop("poisoned", None)
@@ -187,10 +226,21 @@ def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name:
         save_checkpoint(checkpoints, 1, {"learner": learner}, keep=1)
     for parameter_name, parameter in parameters.items():
         tensors[f"weight/{parameter_name}"] = parameter.detach().full_tensor().clone()
+    for buffer_name, buffer in learner.policy.named_buffers():
+        if buffer_name.endswith("tokens_per_expert_E"):
+            tensors[f"count/{canonical_fqn(buffer_name)}"] = sum_counts(learner, buffer)
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out / f"{name}.safetensors")
         (out / f"{name}.json").write_text(json.dumps(metrics))
+
+
+def sum_counts(learner: Learner, buffer: torch.Tensor) -> torch.Tensor:
+    """Return what all ranks have counted, each row once."""
+    total = buffer.full_tensor() if isinstance(buffer, DTensor) else buffer.clone()
+    if learner.loss_group is not None:
+        dist.all_reduce(total, group=learner.loss_group)
+    return total
 
 
 def run_differing_peers(policy_path: str, draft_path: str, out: Path, layout: str) -> None:

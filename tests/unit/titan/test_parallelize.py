@@ -5,7 +5,8 @@ from torchtitan.config.configs import ParallelismConfig
 
 from specco.distributed.draft_plan import check_draft_tp
 from specco.drafts.eagle3.config import Eagle3Config
-from specco.titan.parallelize import check_parallelism, check_trainer_parallelism
+from specco.titan.parallelize import check_model, check_parallelism, check_trainer_parallelism
+from specco.titan.sizes import make_policy_config
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,20 @@ def test_draft_that_cannot_be_cut_is_refused(name: str) -> None:
     odd = {"num_attention_heads": 6, "num_key_value_heads": 2} if "heads" in name else {name: sizes[name] + 1}
     with pytest.raises(ValueError, match=f"draft's num_attention_heads is 6|draft's {name} is .*degree=4"):
         check_draft_tp(Eagle3Config(**(sizes | odd), **others), 4)
+
+
+@pytest.mark.parametrize(
+    ("experts", "degrees", "message"),
+    [
+        ({}, {"expert_parallel_degree": 2}, "expert_parallel_degree is 2, but the policy has no experts"),
+        ({"num_experts": 3, "top_k": 1}, {"expert_parallel_degree": 2}, "is 2; it must divide num_experts=3"),
+        ({"num_experts": 4, "top_k": 1}, {"tensor_parallel_degree": 2}, "tensor_parallel_degree is 2, .* has experts"),
+    ],
+)
+def test_policy_that_the_degrees_do_not_fit_is_refused(experts: dict, degrees: dict, message: str) -> None:
+    sizes = {"vocab_size": 11, "num_layers": 1, "dim": 8, "hidden_dim": 8}
+    heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
+    config = make_policy_config("qwen3", **sizes, **heads, **experts)
+    check_model(config, ParallelismConfig())
+    with pytest.raises(ValueError, match=message):
+        check_model(config, ParallelismConfig(**degrees))
