@@ -200,16 +200,13 @@ def build_query_pass(
     return recent[key]
 
 
-def forward_pass(
-    query_pass: QueryPass,
-    shards: RingShards | GatheredShards,
-    q: Tensor,
-    branch: BranchKeys | None,
-    sinks: Tensor | None,
-    scale: float,
+def _walk_forward(
+    query_pass: QueryPass, shards: RingShards | GatheredShards, q: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
-    q = as_dense(q)
+    """Return (out ``[Q, heads, H]``, lse ``[Q, heads]``) of the trunk, in kernel order.
+
+    A function of its own, so that the queries' copy in kernel order is gone before the branch is folded in.
+    """
     rows = query_pass.to_rows(q)
     dtype = accumulator_dtype(q.dtype)
     partial: list[Tensor] = []
@@ -234,34 +231,39 @@ def forward_pass(
                 call.q_rows.merge(partial[0], partial[1], part_out, part_lse)
 
     shards.forward(visit)
-    out = query_pass.from_rows(partial[0], q.shape, 0.0)
-    lse = query_pass.from_rows(partial[1], q.shape[:-1], -torch.inf)
+    return partial[0], partial[1]
+
+
+def forward_pass(
+    query_pass: QueryPass,
+    shards: RingShards | GatheredShards,
+    q: Tensor,
+    branch: BranchKeys | None,
+    sinks: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
+    q = as_dense(q)
+    out_rows, lse_rows = _walk_forward(query_pass, shards, q, scale)
+    out = query_pass.from_rows(out_rows, q.shape, 0.0)
+    lse = query_pass.from_rows(lse_rows, q.shape[:-1], -torch.inf)
+    del out_rows, lse_rows
     out, lse = finish_forward(out, lse, q, branch, sinks, scale)
     query_pass.clear_padding([out], 0.0)
     query_pass.clear_padding([lse], -torch.inf)
     return out, lse
 
 
-def backward_pass(
+def _walk_backward(
     query_pass: QueryPass,
     shards: RingShards | GatheredShards,
     dout: Tensor,
     q: Tensor,
     out: Tensor,
     lse: Tensor,
-    branch: BranchKeys | None,
     scale: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Tensor]]:
-    """Return dq, (dk, dv) of the trunk where the shards do not keep them, and the branch's dk and dv.
-
-    Collective over the shards' group in ring mode.
-    """
-    # exp(s - inf) = 0: rows without a key give no gradient, whatever their dout holds.
-    is_empty = lse == -torch.inf
-    has_empty = bool(is_empty.any())
-    lse = lse.masked_fill(is_empty, torch.inf) if has_empty else lse
-    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if has_empty else dout.contiguous()
-    q = as_dense(q)
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Return (dq ``[Q, heads, H]`` in kernel order, (dk, dv) of the trunk or None); see ``_walk_forward``."""
     q_rows, dout_rows, out_rows, lse_rows = (query_pass.to_rows(x) for x in (q, dout, out, lse))
     dq: list[Tensor] = []
 
@@ -292,7 +294,32 @@ def backward_pass(
         return contributions
 
     dtrunk = shards.backward(visit)
-    dq_all = query_pass.from_rows(dq[0], q.shape, 0.0)
+    return dq[0], dtrunk
+
+
+def backward_pass(
+    query_pass: QueryPass,
+    shards: RingShards | GatheredShards,
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    branch: BranchKeys | None,
+    scale: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Tensor]]:
+    """Return dq, (dk, dv) of the trunk where the shards do not keep them, and the branch's dk and dv.
+
+    Collective over the shards' group in ring mode.
+    """
+    # exp(s - inf) = 0: rows without a key give no gradient, whatever their dout holds.
+    is_empty = lse == -torch.inf
+    has_empty = bool(is_empty.any())
+    lse = lse.masked_fill(is_empty, torch.inf) if has_empty else lse
+    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if has_empty else dout.contiguous()
+    q = as_dense(q)
+    dq_rows, dtrunk = _walk_backward(query_pass, shards, dout, q, out, lse, scale)
+    dq_all = query_pass.from_rows(dq_rows, q.shape, 0.0)
+    del dq_rows
     dq_all, dkeys, dvalues = finish_backward(dq_all, dout, q, out, lse, branch, scale)
     query_pass.clear_padding([dq_all, *dkeys, *dvalues], 0.0)
     return dq_all, dtrunk, dkeys, dvalues
