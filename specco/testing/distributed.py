@@ -14,12 +14,13 @@ __all__ = ["GlooTestCase", "instantiate_parametrized_tests", "parametrize"]
 class GlooTestCase(MultiProcContinuousTest):
     """Tests run by every rank of one gloo group, whose processes are spawned once per class.
 
-    Subclasses set ``world_size`` (at most 4). Each rank computes on one thread, and a collective that some rank never
-    joins fails after 60 seconds. Parametrise with torch's ``parametrize`` and ``instantiate_parametrized_tests``:
-    pytest's own does not reach unittest classes.
+    Subclasses set ``world_size`` (at most 4). Each rank computes on one thread. A collective that some rank never joins
+    fails after 60 seconds, or DISTRIBUTED_TESTS_DEFAULT_TIMEOUT where that is set: on an overloaded machine a rank may
+    get no CPU for a minute. Parametrise with torch's ``parametrize`` and ``instantiate_parametrized_tests``: pytest's
+    own does not reach unittest classes.
     """
 
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")))
 
     @classmethod
     def backend_str(cls) -> str:
