@@ -23,7 +23,7 @@ from specco.drafts.eagle3.model import Eagle3Draft
 from specco.drafts.export import iterate_weights, save_draft
 from specco.drafts.load import load_draft, load_weights
 from specco.drafts.vocab import build_vocabulary_maps, compute_target_ids, select_target_ids
-from specco.testing.tolerances import OP_FLOAT64, relative_error
+from specco.testing.tolerances import OP_FLOAT64, STEP_FLOAT64, relative_error
 
 TARGET_IDS = torch.tensor([0, 2, 3, 5, 8, 10])
 
@@ -81,6 +81,18 @@ class TestTraining:
         expected_gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
         for name, gradient in compute_gradients(draft, [documents]).items():
             assert relative_error(gradient, expected_gradients[name]) < OP_FLOAT64, name
+
+    @pytest.mark.parametrize(
+        "split", [[[0], [1], [2]], [[2, 1, 0]], [[1], [2, 0]]], ids=["unpacked", "permuted", "two"]
+    )
+    def test_packing_order_and_split_change_nothing(self, split):
+        draft, documents = make_reduced_draft(), make_documents()
+        microbatches = [[documents[i] for i in indices] for indices in split]
+        expected = compute_gradients(draft, [documents])
+        for name, gradient in compute_gradients(draft, microbatches).items():
+            assert relative_error(gradient, expected[name]) < STEP_FLOAT64, name
+        weights = torch.stack([draft.sum_loss_weights(pack(m)) for m in microbatches]).sum(0)
+        assert torch.equal(weights, draft.sum_loss_weights(pack(documents)))
 
     def test_sum_loss_weights_equals_the_emitted_weights(self):
         draft, documents = make_reduced_draft(), make_documents()
