@@ -24,10 +24,13 @@ class PackedMasks(NamedTuple):
     Args:
         layout: of the packed rows; its local rows are the ``B * L`` rows of the batch, in order.
         group: context-parallel group, None at one rank.
+        is_counted: whether the rows are part of the batch and enter a router's statistics; False of the made-up rows of
+            a rank that has nothing to train.
     """
 
     layout: PackedLayout
     group: dist.ProcessGroup | None = None
+    is_counted: bool = True
 
     @staticmethod
     def from_positions(positions: Tensor) -> PackedMasks:
@@ -91,7 +94,7 @@ class PackedAttention(Module):
         num_heads, num_kv_heads = q_BLNH.shape[2], k_BLNH.shape[2]
         if num_heads != num_kv_heads and not enable_gqa:
             raise ValueError(f"{num_heads} query heads on {num_kv_heads} key heads need enable_gqa=True")
-        layout, group = attention_masks
+        layout, group = attention_masks.layout, attention_masks.group
         q, k, v = (x.flatten(0, 1) for x in (q_BLNH, k_BLNH, v_BLNH))
         if q.shape[0] != layout.global_rows.numel():
             raise ValueError(f"the batch has {q.shape[0]} rows, but its layout has {layout.global_rows.numel()}")

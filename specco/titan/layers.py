@@ -166,13 +166,13 @@ class AnyDtypeDispatcher(AllToAllTokenDispatcher):
                 routed_output_RD, self.ep_mesh.get_group(), metadata.input_splits, metadata.output_splits
             )
         wide = routed_output_RD.to(torch.promote_types(routed_output_RD.dtype, torch.float32))
-        weighed = (wide * metadata.topk_scores_experts_sorted_N[:, None]).to(routed_output_RD.dtype)
+        weighed = (wide * metadata.topk_scores_experts_sorted_N[:, None]).to(x_TD.dtype)
         index = metadata.token_indices_experts_sorted_N[:, None].expand_as(weighed)
         return deterministic_scatter_add(torch.zeros_like(x_TD), index, weighed)
 
 
 class PackedMoE(MoE):
-    """torchtitan's ``MoE`` that leaves padding rows out of ``tokens_per_expert_E``.
+    """torchtitan's ``MoE`` that leaves padding rows, and made-up ones, out of ``tokens_per_expert_E``.
 
     Padding rows are still routed, so that every rank's shapes stay those of its rows; nothing reads what comes back.
     """
@@ -194,7 +194,7 @@ class PackedMoE(MoE):
         scores, expert_ids, all_scores = self.router(x_BLD, self.expert_bias_E)
         is_routed = torch.zeros_like(all_scores, dtype=torch.bool).scatter_(-1, expert_ids, True)
         num_tokens_per_expert = is_routed.sum(dim=(0, 1))
-        if self.training:
+        if self.training and attention_masks.is_counted:
             with torch.no_grad():
                 is_counted = is_routed & _find_real_rows(is_routed, attention_masks)
                 self.tokens_per_expert_E.add_(is_counted.sum(dim=(0, 1)))

@@ -45,6 +45,9 @@ from specco.titan.policy import Policy
 DRAFT_PATTERN = r"^draft\."
 """Matches the names of the draft's parameters in the policy's model."""
 
+MADE_UP_ID = -1
+"""Sample id of the document that a rank without a microbatch runs."""
+
 
 def policy_and_draft_groups(policy_lr: float, draft_lr: float | None, **kwargs: Any) -> list[ParamGroupConfig]:
     """Return AdamW parameter groups for ``OptimizersContainer.Config``: the draft's first, then everything else.
@@ -94,6 +97,8 @@ class Learner(Configurable):
 
         def __post_init__(self) -> None:
             check_parallelism(self.parallelism)
+            if self.model_spec is not None:
+                check_model(cast(Policy.Config, self.model_spec.model), self.parallelism)
             if not self.temperature > 0:
                 raise ValueError(f"learner.temperature is {self.temperature}; allowed is > 0 (the rollouts' own)")
             if self.draft_weight < 0:
@@ -248,7 +253,7 @@ class Learner(Configurable):
         self, policy: Policy, tokens: PackedTokens, layout: PackedLayout
     ) -> tuple[Tensor, DraftRows | None]:
         """Return the hidden rows ``[1, T, D]`` of this rank, and the draft's rows or None."""
-        masks = PackedMasks(layout, self.cp_group)
+        masks = PackedMasks(layout, self.cp_group, is_counted=int(tokens.sample_ids[0]) != MADE_UP_ID)
         ids, positions = layout.shard(tokens.input_ids)[None], layout.shard(tokens.position_ids)[None]
         return cast("tuple[Tensor, DraftRows | None]", policy(ids, positions, masks, packed_tokens=tokens))
 
@@ -399,6 +404,6 @@ def _nothing_to_train(policy_loss_fn: PolicyLoss) -> PackedTokens:
         input_ids=torch.zeros(1, dtype=torch.int64),
         loss_mask=torch.zeros(1, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        sample_ids=torch.zeros(1, dtype=torch.int64),
+        sample_ids=torch.tensor([MADE_UP_ID]),
         row_values={name: torch.zeros(1) for name in policy_loss_fn.row_value_names},
     )

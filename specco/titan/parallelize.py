@@ -101,6 +101,15 @@ def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
         ValueError: naming both sides.
     """
     tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    if config.enable_weight_tying:
+        raise ValueError("the policy's enable_weight_tying is True; the learner trains an embedding and a head apart")
+    for layer_id, layer in enumerate(config.layers):
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(layer.attention, name)
+            if heads is not None and heads % tp:
+                raise ValueError(f"layer {layer_id} has {name}={heads}; tensor_parallel_degree={tp} must divide it")
+    if config.draft is not None and config.draft.hidden_size != config.dim:
+        raise ValueError(f"the draft has hidden_size={config.draft.hidden_size}; it must be the policy's, {config.dim}")
     if config.draft is not None and tp > 1:
         check_draft_tp(config.draft, tp)
     experts = {layer.moe.num_experts for layer in config.layers if layer.moe is not None}

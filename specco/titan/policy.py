@@ -170,7 +170,7 @@ class Policy(Decoder):
             return h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
         if draft is None:
             return h, None
-        layout, group = attention_masks
+        layout, group = attention_masks.layout, attention_masks.group
         rows = (_gather_rows(torch.cat(taps, dim=-1)), _gather_rows(embeddings))
         return h, draft(*rows, packed_tokens, layout, group, mask_embedding)
 

@@ -48,9 +48,7 @@ def make_policy_config(
         num_layers: decoder layers.
         dim: model width.
         hidden_dim: width of the MLP, or of one expert.
-        num_heads: query heads.
-        num_kv_heads: key and value heads.
-        head_dim: size of one head.
+        num_heads, num_kv_heads, head_dim: query heads, key and value heads, size of one.
         num_experts: experts of every layer; 0: dense. Qwen3 alone.
         top_k: experts of a token.
         rope_theta: RoPE base.
@@ -68,44 +66,50 @@ def make_policy_config(
         raise ValueError(f"top_k is {top_k}; allowed are 1 to num_experts={num_experts}")
     init = {"weight": partial(nn.init.normal_, std=init_std)}
     is_qwen3 = architecture == "qwen3"
-    rope_class = CosSinRoPE if is_qwen3 else ComplexRoPE
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=norm_eps, param_init={"weight": nn.init.ones_})
-
-    def layer() -> Any:
-        attention = make_gqa_config(
-            dim=dim,
-            n_heads=num_heads,
-            n_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            wqkv_param_init=init,
-            wo_param_init=init,
-            inner_attention=PackedAttention.Config(),
-            fuse_qkv=True,
-            rope=rope_class.Config(dim=head_dim, max_seq_len=max_seq_len, theta=rope_theta, **(rope_scaling or {})),
-            qk_norm=norm(head_dim) if is_qwen3 else None,
-        )
-        block = Qwen3TransformerBlock if is_qwen3 else Llama3TransformerBlock
-        dense = {"dim": dim, "hidden_dim": hidden_dim, "w1_param_init": init, "w2w3_param_init": init}
-        return block.Config(
-            attention_norm=norm(dim),
-            ffn_norm=norm(dim),
-            attention=attention,
-            feed_forward=None if num_experts else make_ffn_config(**dense),
-            moe=_make_experts(dim, hidden_dim, num_experts, top_k, init) if num_experts else None,
-        )
-
-    model = Qwen3Model if is_qwen3 else Llama3Model
+    rope = (CosSinRoPE if is_qwen3 else ComplexRoPE).Config(
+        dim=head_dim, max_seq_len=max_seq_len, theta=rope_theta, **(rope_scaling or {})
+    )
+    heads: dict[str, Any] = {"n_heads": num_heads, "n_kv_heads": num_kv_heads, "head_dim": head_dim, "rope": rope}
+    heads |= {"qk_norm": _make_norm(head_dim, norm_eps)} if is_qwen3 else {}
+    shape = (is_qwen3, dim, hidden_dim, heads, (num_experts, top_k), norm_eps, init)
     return adapt_config(
-        model.Config(
+        (Qwen3Model if is_qwen3 else Llama3Model).Config(
             vocab_size=vocab_size,
             dim=dim,
-            norm=norm(dim),
+            norm=_make_norm(dim, norm_eps),
             tok_embeddings=Embedding.Config(num_embeddings=vocab_size, embedding_dim=dim, param_init=init),
             lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
-            layers=[layer() for _ in range(num_layers)],
+            layers=[_make_layer(*shape) for _ in range(num_layers)],
         )
+    )
+
+
+def _make_norm(size: int, eps: float) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=eps, param_init={"weight": nn.init.ones_})
+
+
+def _make_layer(
+    is_qwen3: bool,
+    dim: int,
+    hidden_dim: int,
+    heads: dict[str, Any],
+    experts: tuple[int, int],
+    norm_eps: float,
+    init: dict[str, Any],
+) -> Any:
+    """Return the config of one layer; ``experts`` are their number, 0: none, and those of a token."""
+    inner = PackedAttention.Config()
+    attention = make_gqa_config(
+        dim=dim, wqkv_param_init=init, wo_param_init=init, inner_attention=inner, fuse_qkv=True, **heads
+    )
+    block = Qwen3TransformerBlock if is_qwen3 else Llama3TransformerBlock
+    dense = {"dim": dim, "hidden_dim": hidden_dim, "w1_param_init": init, "w2w3_param_init": init}
+    return block.Config(
+        attention_norm=_make_norm(dim, norm_eps),
+        ffn_norm=_make_norm(dim, norm_eps),
+        attention=attention,
+        feed_forward=None if experts[0] else make_ffn_config(**dense),
+        moe=_make_experts(dim, hidden_dim, *experts, init) if experts[0] else None,
     )
 
 

@@ -53,6 +53,7 @@ RESUMED_RUNS = [
 MODEL_RUNS = [
     ("ep2", "moe"),
     ("ep2", "moe_dflash"),
+    ("ep2", "moe_lopsided"),
     ("fsdp2_cp2_ep2", "moe"),
     ("cp2_tp2", "llama3"),
 ]

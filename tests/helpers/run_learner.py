@@ -83,6 +83,7 @@ MODEL_VARIANTS = {
     "moe": {"model": "moe"},
     "moe_alone": {"model": "moe", "has_draft": False},
     "moe_dflash": {"model": "moe", "family": "dflash"},
+    "moe_lopsided": {"model": "moe", "is_lopsided": True},
     "llama3": {"model": "llama3"},
     "llama3_alone": {"model": "llama3", "has_draft": False},
 }

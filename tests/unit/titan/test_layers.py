@@ -125,6 +125,8 @@ def test_without_padding_a_moe_is_torchtitans_to_the_bit(dtype):
     moe.tokens_per_expert_E.zero_()
     assert torch.equal(out, MoE.forward(moe, x))
     assert torch.equal(counted, moe.tokens_per_expert_E)
+    moe(x, make_masks([10])._replace(is_counted=False))
+    assert torch.equal(counted, moe.tokens_per_expert_E), "made-up rows are counted"
     assert counted.sum() == 10 * TOP_K
 
 

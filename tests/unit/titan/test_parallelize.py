@@ -5,7 +5,9 @@ from torchtitan.config.configs import ParallelismConfig
 
 from specco.distributed.draft_plan import check_draft_tp
 from specco.drafts.eagle3.config import Eagle3Config
+from specco.titan.learner import Learner
 from specco.titan.parallelize import check_model, check_parallelism, check_trainer_parallelism
+from specco.titan.registry import make_model_spec
 from specco.titan.sizes import make_policy_config
 
 
@@ -53,3 +55,27 @@ def test_policy_that_the_degrees_do_not_fit_is_refused(experts: dict, degrees: d
     check_model(config, ParallelismConfig())
     with pytest.raises(ValueError, match=message):
         check_model(config, ParallelismConfig(**degrees))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 4, "layer 0 has n_heads=6; tensor_parallel_degree=4 must divide it"),
+        ({}, 2, "layer 0 has n_kv_heads=3; tensor_parallel_degree=2 must divide it"),
+        ({"enable_weight_tying": True}, 1, "enable_weight_tying is True"),
+        ({"draft": 16}, 1, "the draft has hidden_size=16; it must be the policy's, 24"),
+        ({"draft": 24}, 3, "the draft's num_attention_heads is 4; tensor_parallel_degree=3 must divide it"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_when_the_config_is_read(changes: dict, tp: int, message: str) -> None:
+    sizes = {"vocab_size": 11, "num_layers": 1, "dim": 24, "hidden_dim": 8}
+    config = make_policy_config("qwen3", **sizes, num_heads=6, num_kv_heads=3, head_dim=4)
+    config.enable_weight_tying = changes.get("enable_weight_tying", False)
+    shape = {"intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2}
+    draft = None
+    if "draft" in changes:
+        draft = Eagle3Config(**shape, hidden_size=changes["draft"], vocab_size=11, target_layer_ids=(0,))
+    spec = make_model_spec(config, flavor="test", draft=draft)
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=tp)
+    with pytest.raises(ValueError, match=message):
+        Learner.Config(model_spec=spec, parallelism=parallelism)

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.deepseek_v3 import deepseekv3_configs
+from torchtitan.models.gpt_oss import gptoss_configs
+from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3 import qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model
@@ -14,8 +16,12 @@ from torchtitan.models.qwen3.model import Qwen3Model
 from specco.drafts.base import DraftConfig
 from specco.drafts.dflash.config import DFlashConfig
 from specco.drafts.eagle3.config import Eagle3Config
+from specco.ops.branch_attention import ring_attention
+from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens, pack_documents
+from specco.testing.tolerances import OP_FLOAT32, max_error
 from specco.titan.attention import PackedMasks
+from specco.titan.layers import SinkAttention
 from specco.titan.policy import adapt_config
 from specco.titan.registry import model_registry
 from specco.titan.sizes import make_policy_config
@@ -255,6 +261,51 @@ def test_flavours_have_the_stated_size(flavor, size):
     with torch.device("meta"):
         policy = model_registry(flavor).model.build()
     assert sum(p.numel() for p in policy.parameters()) == size
+
+
+def make_gpt_oss_config():
+    """torchtitan's debug model, made small: sinks, a window of 4 tokens in every other layer, biases, experts."""
+    config = gptoss_configs["debugmodel"](moe_comm_backend="standard")
+    config.tok_embeddings.num_embeddings = config.lm_head.out_features = config.vocab_size = 40
+    for layer in config.layers:
+        layer.attention.rope = replace(layer.attention.rope, max_seq_len=64)
+        layer.moe.routed_experts.inner_experts.hidden_dim = 32
+        if layer.attention.sliding_window_size is not None:
+            layer.attention.sliding_window_size = 4
+    return config
+
+
+def test_gpt_oss_attends_layer_by_layer_as_its_own_config_says():
+    """torchtitan's rule for sinks, out * sigmoid(lse - sink), on rows of each layer; then a draft on the whole."""
+    config = adapt_config(make_gpt_oss_config())
+    draft = {"hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config.draft = Eagle3Config(**draft, head_dim=16, vocab_size=40, target_layer_ids=(0, 1, 3))
+    policy = config.build()
+    policy.verify_module_protocol()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        policy.init_weights()
+    tokens = make_tokens()
+    masks = PackedMasks(PackedLayout.build(tokens.cu_seqlens))
+    windows = []
+    for layer in policy.layers.values():
+        attention = layer.attention
+        assert isinstance(attention, SinkAttention)
+        windows.append(attention.inner_attention.window)
+        torch.nn.init.normal_(attention.sinks)
+        x = torch.randn(1, tokens.num_tokens, 256)
+        q, k, v = attention.qkv_linear(x)
+        q, k = attention.rope(q, k, tokens.position_ids[None])
+        out, lse = ring_attention(
+            q[0], k[0], v[0], layout=masks.layout, window=windows[-1], scale=attention.softmax_scale, return_lse=True
+        )
+        expected = attention.wo(apply_attention_sink_rescale(out, lse, attention.sinks).flatten(1)[None])
+        assert max_error(attention(x, masks, tokens.position_ids[None]), expected) < OP_FLOAT32
+    assert windows == [4, None, 4, None]
+    hidden, rows = run(policy, tokens)
+    (policy.lm_head(hidden).square().mean() + rows.hidden.square().mean()).backward()
+    for layer in policy.layers.values():
+        assert layer.attention.sinks.grad.abs().min() > 0
 
 
 def test_an_unknown_flavour_is_refused():
