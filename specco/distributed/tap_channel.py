@@ -167,13 +167,11 @@ class TapChannel:
             sender.wait_slot(self.timeout_s)
             self._add(self.stats.slot_wait_s, stage, time.perf_counter() - start)
             stamp = Stamp(step, microbatch, stage, num_rows, time.time_ns())
-            sender.put(stamp, taps)
+            num_bytes = sender.put(stamp, taps)
         except (TimeoutError, ConnectionError) as error:
             raise self._explain(error, "no slot for them", source, microbatch) from error
         self._num_sent[stage] += 1
         self._add(self.stats.num_messages, stage, 1)
-        is_first = microbatch == self.plan.microbatches[0]
-        num_bytes = 0 if source.is_local else source.count_elements(num_rows, is_first) * self.dtype.itemsize
         self._add(self.stats.num_bytes, stage, num_bytes)
 
     def receive(self, microbatch: int) -> Taps:

@@ -59,18 +59,19 @@ class CudaIpcSender(ShmSender):
         super().__init__(message, mailbox, watch)
         self.slots, self.stream = slots, torch.cuda.Stream()
 
-    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> None:
+    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> int:
         place = self.num_sent % len(self.slots.payloads)
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if self.num_sent >= len(self.slots.payloads):
                 self.stream.wait_event(self.slots.read[place])
-            copy_taps(taps, self.message.split_payload(self.slots.payloads[place], stamp))
+            num_bytes = copy_taps(taps, self.message.split_payload(self.slots.payloads[place], stamp))
             self.slots.written[place].record(self.stream)
         for tap in taps:
             for tensor in tap.list_tensors():
                 tensor.record_stream(self.stream)
         super().put(stamp, ())
+        return num_bytes
 
 
 class CudaIpcReceiver(ShmReceiver):

@@ -107,8 +107,8 @@ class MessageFormat:
         """Return the payload of a slot as ``dtype``."""
         return slot[STAMP_BYTES:].view(self.dtype)
 
-    def write(self, slot: Tensor, stamp: Stamp, taps: Sequence[TapRows], sequence: int) -> None:
-        """Write a message, its sequence number last.
+    def write(self, slot: Tensor, stamp: Stamp, taps: Sequence[TapRows], sequence: int) -> int:
+        """Write a message, its sequence number last; return the bytes of its payload.
 
         Args:
             slot: uint8 of host memory, ``[slot_bytes]``; ``[STAMP_BYTES]`` is enough without taps.
@@ -116,11 +116,11 @@ class MessageFormat:
             taps: one for each tap of the source; empty: the stamp alone.
             sequence: of the message, from 1.
         """
-        if taps:
-            copy_taps(taps, self.split_payload(self.view_payload(slot), stamp))
+        num_bytes = copy_taps(taps, self.split_payload(self.view_payload(slot), stamp)) if taps else 0
         words = slot[:STAMP_BYTES].view(torch.int64)
         words[:SEQUENCE_WORD] = torch.tensor([*stamp, 0])
         words[SEQUENCE_WORD] = sequence
+        return num_bytes
 
     def read(self, slot: Tensor, stamp: Stamp) -> list[TapRows]:
         """Return copies of the taps in a slot."""
@@ -133,13 +133,14 @@ def read_stamp(slot: Tensor) -> Stamp:
     return Stamp(*slot[:STAMP_BYTES].view(torch.int64)[: len(Stamp._fields)].tolist())
 
 
-def copy_taps(taps: Sequence[TapRows], into: Sequence[TapRows]) -> None:
-    """Copy taps into views of the same shapes."""
+def copy_taps(taps: Sequence[TapRows], into: Sequence[TapRows]) -> int:
+    """Copy taps into views of the same shapes; return the bytes copied."""
+    num_bytes = 0
     for tap, view in zip(taps, into, strict=True):
-        view.rows.copy_(tap.rows)
-        if view.step_rows is not None:
-            assert tap.step_rows is not None
-            view.step_rows.copy_(tap.step_rows)
+        for tensor, place in zip(tap.list_tensors(), view.list_tensors(), strict=True):
+            place.copy_(tensor)
+            num_bytes += tensor.nbytes
+    return num_bytes
 
 
 class TapSender(Protocol):
@@ -148,8 +149,8 @@ class TapSender(Protocol):
     def wait_slot(self, timeout_s: float) -> None:
         """Return when a slot is free."""
 
-    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> None:
-        """Start the transfer of a message through the free slot, and return."""
+    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> int:
+        """Start the transfer of a message through the free slot; return the bytes of payload that travel."""
 
     def fail(self) -> None:
         """Tell the other end, without waiting, that nothing will follow."""

@@ -88,7 +88,7 @@ class P2PSender:
             wait_work(works[0], timeout_s)
             works.pop(0)
 
-    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> None:
+    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> int:
         place = self.num_sent % len(self.works)
         self.num_sent += 1
         num_elements = self.message.count_payload_bytes(stamp) // self.message.dtype.itemsize
@@ -98,7 +98,7 @@ class P2PSender:
         if self.stream is None:
             copy_taps(taps, self.message.split_payload(payload, stamp))
             self.works[place].append(self._send(payload, PAYLOAD_TAG))
-            return
+            return payload.nbytes
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             copy_taps(taps, self.message.split_payload(payload, stamp))
@@ -107,6 +107,7 @@ class P2PSender:
         for tap in taps:
             for tensor in tap.list_tensors():
                 tensor.record_stream(self.stream)
+        return payload.nbytes
 
     def _send(self, content: Tensor, tag: int) -> dist.Work:
         work = dist.isend(content, group=self.group, group_dst=self.draft_rank, tag=tag)

@@ -50,8 +50,9 @@ class LocalQueue:
         if len(self.queue) >= self.num_slots:
             raise TimeoutError(f"all {self.num_slots} slots are full, and the rank that would empty them is this one")
 
-    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> None:
+    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> int:
         self.queue.append((stamp, list(taps)))
+        return 0
 
     def wait_message(self, timeout_s: float) -> Stamp:
         if not self.queue:
@@ -148,10 +149,10 @@ class ShmSender:
         words, num_slots = self.mailbox.words, len(self.mailbox.slots)
         poll(lambda: self.num_sent - int(words[_TAKEN]) < num_slots, timeout_s, self._check, "a free slot")
 
-    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> None:
+    def put(self, stamp: Stamp, taps: Sequence[TapRows]) -> int:
         slot = self.mailbox.slots[self.num_sent % len(self.mailbox.slots)]
         self.num_sent += 1
-        self.message.write(slot, stamp, taps, self.num_sent)
+        return self.message.write(slot, stamp, taps, self.num_sent)
 
     def fail(self) -> None:
         self.mailbox.words[_SOURCE_FAILED] = 1

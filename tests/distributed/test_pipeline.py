@@ -81,6 +81,9 @@ class PipelineTests:
             self.assertLessEqual(relative_error(grad, expected[key]), STEP_FLOAT64, key)
         if pipeline.stages[-1].is_last:
             self.assertEqual(pipeline.models[-1].num_draft_runs, 3 * num_microbatches)
+            # what was taken in the first step is still what it was
+            self.assertTrue(all(torch.equal(rows, copy) for rows, copy in pipeline.models[-1].kept))
+            self.assertEqual(len(pipeline.models[-1].kept), len(pipeline.taps))
         attached.remove()
         pipeline.step(2)
         self._check_bytes(attached.channel, num_steps=3)

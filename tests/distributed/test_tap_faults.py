@@ -99,7 +99,7 @@ class TestPipelineFaults(GlooTestCase):
         def lose(pipeline: TappedPipeline, attached: AttachedTaps):
             sender = attached.channel._ends.senders[1]
             put = sender.put
-            sender.put = lambda stamp, taps: put(stamp, taps) if stamp.microbatch < 5 else None
+            sender.put = lambda stamp, taps: put(stamp, taps) if stamp.microbatch < 5 else 0
 
         self._check_names(self._fault(transport, lose), 5)
 

@@ -71,6 +71,7 @@ class StageModel(nn.Module):
         self.head, self.draft = (head, draft) if is_last else (None, None)
         self.is_whole, self.is_checkpointed = num_stages == 1, is_checkpointed
         self.num_draft_runs = 0
+        self.kept: list[tuple[Tensor, Tensor]] = []  # the first taps that came, and copies of them
 
     def forward(self, x: Tensor, taps: Taps | None = None) -> Tensor | tuple[Tensor, Tensor]:
         own = Taps({}, {})
@@ -88,6 +89,8 @@ class StageModel(nn.Module):
         if taps is None:
             return logits, logits.new_zeros(1)
         self.num_draft_runs += 1
+        if not self.is_whole and not self.kept:
+            self.kept = [(rows, rows.clone()) for rows in taps.rows.values()]
         assert self.draft is not None
         if STAGE_INPUT in self.draft.names and STAGE_INPUT not in taps.rows:
             before = min(int(n) for n in self.layers) - 1
