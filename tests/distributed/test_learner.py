@@ -38,9 +38,12 @@ LAYOUT_RUNS = {
     "tp2_no_sp": ("dspark",),
     "fsdp2_cp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "differing_peers"),
     "fsdp2_tp2": (*FAMILIES, "lopsided"),
-    "cp2_tp2": (*FAMILIES, *FEW_TARGETS),
+    "cp2_tp2": (*FAMILIES, *FEW_TARGETS, "nan_draft", "nan_policy"),
 }
 """Runs of each layout beside "1" and "fsdp2", which have all of ``VARIANTS``."""
+
+SPECIAL = ("differing_peers", "nan_draft", "nan_policy")
+"""Runs that do not end with the numbers of a plain one."""
 
 RESUMED_RUNS = [
     ("cp2", "resumed"),
@@ -178,7 +181,7 @@ def test_draft_of_weight_zero_gets_zero_gradients(runs: Path) -> None:
         *[("fsdp2", name) for name in (*FAMILIES, *FEW_TARGETS)],
         *[(n, v) for n in ("1", "fsdp2") for v in ("microbatches", "permuted", "checkpointed", "lopsided")],
         *[(n, f"dspark_{v}") for n in ("1", "fsdp2") for v in ("microbatches", "permuted", "lopsided")],
-        *[(layout, name) for layout, names in LAYOUT_RUNS.items() for name in names if name != "differing_peers"],
+        *[(layout, name) for layout, names in LAYOUT_RUNS.items() for name in names if name not in SPECIAL],
     ],
 )
 def test_layout_and_packing_change_nothing(runs: Path, layout: str, name: str) -> None:
@@ -231,7 +234,7 @@ def test_clipping_is_at_work_and_apart(runs: Path, layout: str) -> None:
         torch.testing.assert_close(norm, torch.tensor(max_norm, dtype=norm.dtype), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["1", "fsdp2"])
+@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2"])
 def test_bad_draft_gradient_skips_the_draft_alone(runs: Path, layout: str) -> None:
     """The second step's draft gradient is NaN: the policy moves as if nothing had happened, the draft stays."""
     alone, _ = load(runs, layout, "alone")
@@ -242,7 +245,7 @@ def test_bad_draft_gradient_skips_the_draft_alone(runs: Path, layout: str) -> No
     assert all(torch.equal(broken[name], value) for name, value in alone.items())
 
 
-@pytest.mark.parametrize("layout", ["1", "fsdp2"])
+@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2"])
 def test_bad_policy_gradient_skips_the_policy(runs: Path, layout: str) -> None:
     broken, metrics = load(runs, layout, "nan_policy")
     assert [row["skipped/policy"] for row in metrics] == [0, 1, 1]
