@@ -268,6 +268,8 @@ def main() -> None:
             run_differing_peers(policy_path, draft_path, Path(out) / layout, layout)
             continue
         run_variant(policy_path, draft_path, Path(out) / layout, layout, name)
+    # no rank leaves while another still saves
+    dist.barrier()
     dist.destroy_process_group()
 
 
