@@ -98,9 +98,10 @@ class StageModel(nn.Module):
         return logits, -self.draft(taps)[:, 0].sum()[None]
 
 
-def compute_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+def compute_losses(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of policy and draft."""
     logits, draft_loss = output
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") + draft_loss.sum()
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), draft_loss.sum()
 
 
 class RecordingStage(PipelineStage):
@@ -169,8 +170,9 @@ class TappedPipeline:
         num_layers = LAYERS_PER_STAGE * self.num_stages
         self.models = [StageModel(i, self.num_stages, num_layers, self.names, is_checkpointed) for i in indices]
         self.log: list[Any] = []
+        self.losses: list[tuple[Tensor, Tensor]] = []  # of policy and draft, by microbatch, on the last stage's rank
         self.stages = [self._build_stage(m, i, group, is_static) for m, i in zip(self.models, indices, strict=True)]
-        self.schedule = build_schedule(name, self.stages, num_microbatches, compute_loss)
+        self.schedule = build_schedule(name, self.stages, num_microbatches, self._compute_loss)
 
     def _build_stage(self, model: StageModel, index: int, group: dist.ProcessGroup, is_static: bool) -> RecordingStage:
         shapes = {}
@@ -186,20 +188,21 @@ class TappedPipeline:
         stage.log = self.log
         return stage
 
+    def _compute_loss(self, output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        policy, draft = compute_losses(output, target)
+        self.losses.append((policy.detach(), draft.detach()))
+        return policy + draft
+
     def make_batch(self, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         shape = (self.num_microbatches, ROWS)
         return tuple(torch.randint(VOCAB, shape, generator=generator) for _ in range(2))
 
-    def step(self, seed: int) -> list[Tensor]:
-        """Take one step; return the losses (of the rank that holds the last stage)."""
+    def step(self, seed: int) -> None:
         ids, target = self.make_batch(seed)
-        losses: list[Tensor] = []
         has_first = any(stage.is_first for stage in self.stages)
         has_last = any(stage.is_last for stage in self.stages)
-        args = (ids,) if has_first else ()
-        self.schedule.step(*args, target=target if has_last else None, losses=losses if has_last else None)
-        return [loss.detach() for loss in losses]
+        self.schedule.step(*((ids,) if has_first else ()), target=target if has_last else None)
 
     def evaluate(self, seed: int) -> Any:
         ids, target = self.make_batch(seed)
@@ -212,16 +215,21 @@ class TappedPipeline:
         return {name: p.grad for model in self.models for name, p in model.named_parameters() if p.grad is not None}
 
 
-def run_unpipelined(pipeline: TappedPipeline, seeds: list[int]) -> dict[str, Tensor]:
-    """Return the gradients of the whole model over the same microbatches; the stage's input is an ordinary layer."""
+def run_unpipelined(
+    pipeline: TappedPipeline, seeds: list[int]
+) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Return gradients and losses of the whole model over the same microbatches; the stage's input is a layer there."""
     num_layers = LAYERS_PER_STAGE * pipeline.num_stages
     before = f"layers.{num_layers - LAYERS_PER_STAGE - 1}"
     model = StageModel(0, 1, num_layers, [before if n == STAGE_INPUT else n for n in pipeline.names], False)
+    losses = []
     for seed in seeds:
         ids, target = pipeline.make_batch(seed)
         for i in range(pipeline.num_microbatches):
-            compute_loss(model(ids[i : i + 1]), target[i : i + 1]).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            policy, draft = compute_losses(model(ids[i : i + 1]), target[i : i + 1])
+            (policy + draft).backward()
+            losses.append((policy.detach(), draft.detach()))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, losses
 
 
 class P2PRecorder:
