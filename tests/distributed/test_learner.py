@@ -143,7 +143,11 @@ def test_policy_is_bit_equal_with_and_without_draft(runs: Path, layout: str, nam
     check_policy_is_bit_equal(runs, layout, name, "alone")
 
 
-@pytest.mark.parametrize(("layout", "name"), [*MODEL_RUNS, ("1", "moe"), ("1", "llama3")])
+# other documents on other ranks add up in another order: "moe_lopsided" has no run of the policy alone beside it
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [*(run for run in MODEL_RUNS if run[1] != "moe_lopsided"), ("1", "moe"), ("1", "llama3")],
+)
 def test_other_policies_are_bit_equal_with_and_without_draft(runs: Path, layout: str, name: str) -> None:
     check_policy_is_bit_equal(runs, layout, name, f"{name.partition('_')[0]}_alone")
 
