@@ -261,43 +261,34 @@ def tiny_policy() -> PolicyTrainer.Config:
     return make_policy_config("tiny_policy", "tiny", steps=500, batch_size=64)
 
 
-def tiny_eagle3_draft() -> DraftTrainer.Config:
-    """The demo's draft: 150 steps of 48 of the warm policy's own samples."""
+def make_tiny_draft_config(name: str, draft: DraftConfig) -> DraftTrainer.Config:
+    """Return the config of a draft for the demo's policy, the same training for each family."""
     return make_draft_config(
-        "tiny_eagle3_draft",
+        name,
         "tiny",
-        Eagle3Config(**make_shape("tiny", (1, 3, 6))),
+        draft,
         policy_path="runs/tiny_policy/policy",
         steps=150,
         batch_size=48,
         num_samples=1500,
     )
+
+
+def tiny_eagle3_draft() -> DraftTrainer.Config:
+    """The demo's draft: 150 steps of 48 of the warm policy's own samples."""
+    return make_tiny_draft_config("tiny_eagle3_draft", Eagle3Config(**make_shape("tiny", (1, 3, 6))))
 
 
 def tiny_dflash_draft() -> DraftTrainer.Config:
     """A DFlash draft for the demo's policy, four tokens a block."""
-    return make_draft_config(
-        "tiny_dflash_draft",
-        "tiny",
-        DFlashConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=5),
-        policy_path="runs/tiny_policy/policy",
-        steps=150,
-        batch_size=48,
-        num_samples=1500,
-    )
+    draft = DFlashConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=5)
+    return make_tiny_draft_config("tiny_dflash_draft", draft)
 
 
 def tiny_dspark_draft() -> DraftTrainer.Config:
     """A DSpark draft for the demo's policy, four tokens a block."""
-    return make_draft_config(
-        "tiny_dspark_draft",
-        "tiny",
-        DSparkConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=4, markov_rank=16),
-        policy_path="runs/tiny_policy/policy",
-        steps=150,
-        batch_size=48,
-        num_samples=1500,
-    )
+    draft = DSparkConfig(**make_shape("tiny", (1, 3, 6)), **BLOCKS, block_size=4, markov_rank=16)
+    return make_tiny_draft_config("tiny_dspark_draft", draft)
 
 
 def smoke_policy() -> PolicyTrainer.Config:

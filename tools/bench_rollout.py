@@ -15,7 +15,6 @@ their metrics files give an estimate of the whole step, and the rollout time fro
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from report import read_run
 from report_plots import Group, average_phases
 from rich.console import Console
 from rich.table import Table
-from rollout_timing import PLAIN, Batch, build_engines, summarize, take_turns
+from rollout_timing import PLAIN, Batch, build_engines, summarize, take_turns, write_results
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment
 from recipes.run_info import read_machine, read_versions
@@ -65,10 +64,7 @@ def main() -> None:
         phases = [read_phases(path) for path in (args.plain_run, args.draft_run)]
         report["whole_step"] = [estimate_step(result, *phases) for result in results if result["k"] != PLAIN]
         print_estimates(report["whole_step"], *phases)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"results: {args.out}")
+    write_results(report, args.out)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from rollout_timing import PLAIN, Batch, build_engines, summarize, take_turns
+from rollout_timing import PLAIN, Batch, build_engines, summarize, take_turns, write_results
 from torch import Tensor
 
 from recipes.run_info import read_machine, read_versions
@@ -62,10 +62,7 @@ def main() -> None:
     report, samples = serve(args, prompts, num_draft_tokens)
     report["estimate"] = estimate_acceptance(args.policy, args.draft, samples, num_draft_tokens)
     print_report(report)
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"results: {args.out}")
+    write_results(report, args.out)
 
 
 def parse_arguments() -> argparse.Namespace:

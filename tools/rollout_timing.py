@@ -6,10 +6,12 @@ Rates are medians over rounds; speed-ups are medians of the ratios to the plain 
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from specco.drafts.load import read_draft_config
@@ -138,3 +140,12 @@ def bootstrap_interval(values: Sequence[float]) -> list[float]:
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(BOOTSTRAP))
     return [medians[round(0.025 * (BOOTSTRAP - 1))], medians[round(0.975 * (BOOTSTRAP - 1))]]
+
+
+def write_results(report: dict[str, Any], path: Path | None) -> None:
+    """Write a report as JSON and say where; None: nowhere."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"results: {path}")

@@ -140,6 +140,7 @@ class Learner(Configurable):
 
     @property
     def data_parallel_size(self) -> int:
+        """Into how many shares a batch is cut: replicas times FSDP shards, without the ranks of "cp" and "tp"."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _get_group(self, axis: str) -> dist.ProcessGroup | None:
