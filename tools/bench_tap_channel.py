@@ -42,8 +42,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from specco.distributed.pipeline import attach_taps
 from specco.distributed.pipeline_order import read_order
-from specco.distributed.tap_channel import TapChannel, Taps
-from specco.distributed.tap_plan import Tap, TapPlan
+from specco.distributed.taps import Tap, TapChannel, TapPlan, Taps
 
 VARIANTS = ("none", "shm", "p2p", "relay", "hooks")
 HOOK_TAG = 7

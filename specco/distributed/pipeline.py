@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from specco.distributed.tap_channel import TapChannel, TapError
-from specco.distributed.tap_plan import STAGE_INPUT
+from specco.distributed.taps import STAGE_INPUT, TapChannel, TapError
 
 
 class AttachedTaps:

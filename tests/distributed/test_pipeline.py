@@ -9,8 +9,7 @@ from helpers.tapped_pipelines import P2PRecorder, TappedPipeline, run_unpipeline
 
 from specco.distributed.pipeline import attach_taps
 from specco.distributed.pipeline_order import Kind, read_order
-from specco.distributed.tap_channel import TapChannel
-from specco.distributed.tap_plan import TapPlan
+from specco.distributed.taps import TapChannel, TapPlan
 from specco.testing.distributed import GlooTestCase, instantiate_parametrized_tests, parametrize
 from specco.testing.tolerances import STEP_FLOAT64, relative_error
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from helpers.tap_streams import MAX_ROWS, make_channel, make_outputs, make_plan, take_step
 
-from specco.distributed.tap_channel import TapChannel, TapError
+from specco.distributed.taps import TapChannel, TapError
 from specco.testing.distributed import GlooTestCase, instantiate_parametrized_tests, parametrize
 
 

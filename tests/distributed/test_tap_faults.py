@@ -17,8 +17,7 @@ from helpers.tapped_pipelines import TappedPipeline
 
 from specco.distributed.pipeline import AttachedTaps, attach_taps
 from specco.distributed.pipeline_order import read_order
-from specco.distributed.tap_channel import TapChannel, TapError
-from specco.distributed.tap_plan import TapPlan
+from specco.distributed.taps import TapChannel, TapError, TapPlan
 from specco.testing.distributed import GlooTestCase, instantiate_parametrized_tests, parametrize
 
 PIPELINE_TIMEOUT_S = 4.0

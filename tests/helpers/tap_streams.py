@@ -11,8 +11,7 @@ from torch import Tensor
 
 from helpers.pipelines import build_stub_schedule
 from specco.distributed.pipeline_order import read_order
-from specco.distributed.tap_channel import TapChannel
-from specco.distributed.tap_plan import Tap, TapPlan
+from specco.distributed.taps import Tap, TapChannel, TapPlan
 
 MAX_ROWS = 40
 

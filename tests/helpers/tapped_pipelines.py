@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from helpers.pipelines import build_schedule, list_stages
 from specco.distributed.pipeline_order import Event, Kind
-from specco.distributed.tap_channel import Taps
-from specco.distributed.tap_plan import STAGE_INPUT, Tap
+from specco.distributed.taps import STAGE_INPUT, Tap, Taps
 
 VOCAB, WIDTH, ROWS, LAYERS_PER_STAGE = 11, 6, 5, 2
 

@@ -8,7 +8,7 @@ import pytest
 from helpers.pipelines import SCHEDULES, build_stub_schedule
 
 from specco.distributed.pipeline_order import Event, Kind, PipelineOrder, read_order, sort_events
-from specco.distributed.tap_plan import STAGE_INPUT, Tap, TapPlan
+from specco.distributed.taps import STAGE_INPUT, Tap, TapPlan
 
 CASES = [
     (name, num_ranks, num_microbatches)

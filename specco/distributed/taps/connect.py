@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from specco.distributed.tap_cuda_ipc import CudaIpcReceiver, CudaIpcSender, DeviceSlots
-from specco.distributed.tap_group import RankInfo, TapGroup
-from specco.distributed.tap_message import STAMP_BYTES, MessageFormat, TapReceiver, TapSender
-from specco.distributed.tap_p2p import P2PInbox, P2PReceiver, P2PSender
-from specco.distributed.tap_plan import TapPlan, TapSource
-from specco.distributed.tap_transports import LocalQueue, SharedMailbox, ShmReceiver, ShmSender
+from specco.distributed.taps.cuda_ipc import CudaIpcReceiver, CudaIpcSender, DeviceSlots
+from specco.distributed.taps.group import RankInfo, TapGroup
+from specco.distributed.taps.message import STAMP_BYTES, MessageFormat, TapReceiver, TapSender
+from specco.distributed.taps.p2p import P2PInbox, P2PReceiver, P2PSender
+from specco.distributed.taps.plan import TapPlan, TapSource
+from specco.distributed.taps.transports import LocalQueue, SharedMailbox, ShmReceiver, ShmSender
 
 TRANSPORTS = ("auto", "shm", "cuda_ipc", "p2p")
 

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from specco.distributed.tap_connect import TRANSPORTS, TapEnds, choose_slots, choose_transport, connect
-from specco.distributed.tap_group import TapGroup
-from specco.distributed.tap_message import MessageFormat, Stamp, TapRows
-from specco.distributed.tap_plan import TapPlan, TapSource
+from specco.distributed.taps.connect import TRANSPORTS, TapEnds, choose_slots, choose_transport, connect
+from specco.distributed.taps.group import TapGroup
+from specco.distributed.taps.message import MessageFormat, Stamp, TapRows
+from specco.distributed.taps.plan import TapPlan, TapSource
 
 
 class TapError(RuntimeError):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from specco.distributed.tap_message import (
+from specco.distributed.taps.message import (
     END,
     FAILURE,
     STAMP_BYTES,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from specco.distributed.tap_transports import PeerWatch, SharedMailbox
+from specco.distributed.taps.transports import PeerWatch, SharedMailbox
 
 logger = logging.getLogger(__name__)
 

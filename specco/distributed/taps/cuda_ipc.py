@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from specco.distributed.tap_message import MessageFormat, Stamp, TapRows, copy_taps
-from specco.distributed.tap_transports import PeerWatch, SharedMailbox, ShmReceiver, ShmSender
+from specco.distributed.taps.message import MessageFormat, Stamp, TapRows, copy_taps
+from specco.distributed.taps.transports import PeerWatch, SharedMailbox, ShmReceiver, ShmSender
 
 
 class DeviceSlots:

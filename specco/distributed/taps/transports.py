@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specco.distributed.tap_message import (
+from specco.distributed.taps.message import (
     SEQUENCE_WORD,
     STAMP_BYTES,
     MessageFormat,

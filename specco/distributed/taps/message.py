@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from specco.distributed.tap_plan import TapSource
+from specco.distributed.taps.plan import TapSource
 
 STAMP_BYTES = 64
 SEQUENCE_WORD = 7
