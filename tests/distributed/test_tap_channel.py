@@ -72,13 +72,13 @@ class StreamTests:
         """Two sources that share a rank, and one on the draft's rank, by reference."""
         plan, group = make_plan(self.world_size, 4, "Interleaved1F1B"), make_group()
         channel = make_channel(plan, group, transport=transport)
-        self.assertEqual([kind == "local" for kind in channel.transports.values()], [s.is_local for s in plan.sources])
+        self.assertEqual([link.transport == "local" for link in channel.links], [s.is_local for s in plan.sources])
         self.assertEqual([take_step(channel, step) for step in range(5)], [True] * 5)
         channel.close()
 
     def test_auto_takes_shared_memory_here(self):
         channel = make_channel(make_plan(self.world_size, 4), make_group())
-        self.assertEqual(set(channel.transports.values()), {"shm"})
+        self.assertEqual({link.transport for link in channel.links}, {"shm"})
         channel.close()
 
     @parametrize("transport", ["shm", "p2p"])

@@ -33,7 +33,7 @@ def run_rank(rank: int, world_size: int, port: int, transport: str, num_devices:
     for num_slots in (1, None):
         plan = make_plan(world_size, 2 * world_size)
         channel = make_channel(plan, group, transport=transport, num_slots=num_slots, device=device)
-        assert set(channel.transports.values()) == {transport}
+        assert {link.transport for link in channel.links} == {transport}
         assert all(take_step(channel, step, device=device) for step in range(50))
         torch.cuda.synchronize()
         channel.close()

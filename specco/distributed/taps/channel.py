@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from specco.distributed.taps.connect import TRANSPORTS, TapEnds, choose_slots, choose_transport, connect
 from specco.distributed.taps.group import TapGroup
-from specco.distributed.taps.message import MessageFormat, Stamp, TapRows
+from specco.distributed.taps.message import MessageFormat, Stamp, TapLink, TapRows
 from specco.distributed.taps.plan import TapPlan, TapSource
 
 
@@ -108,7 +108,7 @@ class TapChannel:
         if transport not in TRANSPORTS:
             raise ValueError(f"transport is {transport!r}; allowed are {', '.join(TRANSPORTS)}")
         self.plan, self.dtype, self.device, self.timeout_s = plan, dtype, torch.device(device), timeout_s
-        self.slots = {source.stage: choose_slots(source, num_slots) for source in plan.sources}
+        slots = [choose_slots(source, num_slots) for source in plan.sources]
         num_ranks = 1 + max([plan.draft_rank, *(s.rank for s in plan.sources)])
         size = 1 if group is None else group.size()
         if num_ranks > size:
@@ -121,16 +121,15 @@ class TapChannel:
         self._group = TapGroup(group)
         try:
             infos = self._group.agree((plan, dtype, self.device.type, transport, num_slots))
-            self.transports = {
-                source.stage: choose_transport(source, infos, plan.draft_rank, transport, self.device)
-                for source in plan.sources
-            }
+            transports = [
+                choose_transport(source, infos, plan.draft_rank, transport, self.device) for source in plan.sources
+            ]
         except ValueError:
             self._group.release()
             raise
-        first = plan.microbatches[0]
-        formats = {source.stage: MessageFormat(source, dtype, plan.max_rows, first) for source in plan.sources}
-        self._ends = connect(plan, self._group, formats, self.slots, self.transports, self.device)
+        formats = [MessageFormat(source, dtype, plan.max_rows, plan.microbatches[0]) for source in plan.sources]
+        self.links = [TapLink(*values) for values in zip(formats, slots, transports, strict=True)]
+        self._ends = connect(plan, self._group, self.links, self.device)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -9,7 +9,7 @@ import torch
 
 from specco.distributed.taps.cuda_ipc import CudaIpcReceiver, CudaIpcSender, DeviceSlots
 from specco.distributed.taps.group import RankInfo, TapGroup
-from specco.distributed.taps.message import STAMP_BYTES, MessageFormat, TapReceiver, TapSender
+from specco.distributed.taps.message import STAMP_BYTES, TapLink, TapReceiver, TapSender
 from specco.distributed.taps.p2p import P2PInbox, P2PReceiver, P2PSender
 from specco.distributed.taps.plan import TapPlan, TapSource
 from specco.distributed.taps.transports import LocalQueue, SharedMailbox, ShmReceiver, ShmSender
@@ -76,74 +76,66 @@ def choose_transport(
     return transport
 
 
-def connect(
-    plan: TapPlan,
-    group: TapGroup,
-    formats: dict[int, MessageFormat],
-    slots: dict[int, int],
-    transports: dict[int, str],
-    device: torch.device,
-) -> TapEnds:
+def connect(plan: TapPlan, group: TapGroup, links: Sequence[TapLink], device: torch.device) -> TapEnds:
     """Build this rank's ends. Collective: every rank must call.
 
     Args:
         plan: of the channel.
         group: of the channel.
-        formats: by source stage.
-        slots: by source stage.
-        transports: by source stage.
+        links: one for each source of the plan.
         device: of the taps.
     """
     is_draft = group.rank == plan.draft_rank
-    mine = [source for source in plan.sources if is_draft or source.rank == group.rank]
-    mailboxes, device_slots = _share_mailboxes(plan, group, formats, slots, transports, device)
+    mine = [link for link in links if is_draft or link.source.rank == group.rank]
+    mailboxes, device_slots = _share_mailboxes(mine, group, plan.draft_rank, device)
     inboxes: dict[int, P2PInbox] = {}
     ends = TapEnds()
-    for source in mine:
-        stage, message, kind = source.stage, formats[source.stage], transports[source.stage]
-        if kind == "local":
-            ends.senders[stage] = ends.receivers[stage] = LocalQueue(slots[stage])
-        elif kind == "p2p" and is_draft:
+    for link in mine:
+        source, stage, is_shm = link.source, link.source.stage, link.transport == "shm"
+        if link.transport == "local":
+            ends.senders[stage] = ends.receivers[stage] = LocalQueue(link.num_slots)
+        elif link.transport == "p2p" and is_draft:
             assert group.group is not None
             if source.rank not in inboxes:
-                stages = [s.stage for s in mine if s.rank == source.rank and transports[s.stage] == "p2p"]
-                own = {s: formats[s] for s in stages}
-                inboxes[source.rank] = P2PInbox(own, slots, group.group, source.rank, device)
-            ends.receivers[stage] = P2PReceiver(message, inboxes[source.rank])
-        elif kind == "p2p":
+                same_rank = [k for k in mine if k.source.rank == source.rank and k.transport == "p2p"]
+                inboxes[source.rank] = P2PInbox(same_rank, group.group, source.rank, device)
+            ends.receivers[stage] = P2PReceiver(link.message, inboxes[source.rank])
+        elif link.transport == "p2p":
             assert group.group is not None
-            ends.senders[stage] = P2PSender(message, slots[stage], group.group, plan.draft_rank, device)
+            ends.senders[stage] = P2PSender(link, group.group, plan.draft_rank, device)
         elif is_draft:
-            common = (message, mailboxes[stage], group.watches[source.rank])
-            is_shm = kind == "shm"
+            common = (link.message, mailboxes[stage], group.watches[source.rank])
             ends.receivers[stage] = ShmReceiver(*common) if is_shm else CudaIpcReceiver(*common, device_slots[stage])
         else:
-            common = (message, mailboxes[stage], group.watches[plan.draft_rank])
-            is_shm = kind == "shm"
+            common = (link.message, mailboxes[stage], group.watches[plan.draft_rank])
             ends.senders[stage] = ShmSender(*common) if is_shm else CudaIpcSender(*common, device_slots[stage])
     return ends
 
 
 def _share_mailboxes(
-    plan: TapPlan,
-    group: TapGroup,
-    formats: dict[int, MessageFormat],
-    slots: dict[int, int],
-    transports: dict[int, str],
-    device: torch.device,
+    links: Sequence[TapLink], group: TapGroup, draft_rank: int, device: torch.device
 ) -> tuple[dict[int, SharedMailbox], dict[int, DeviceSlots]]:
-    """Return this rank's mailboxes, made by the draft's rank and opened by the sources', and their slots on a GPU."""
-    is_draft = group.rank == plan.draft_rank
-    mine = [s.stage for s in plan.sources if is_draft or s.rank == group.rank]
-    on_host = [stage for stage in mine if transports[stage] in ("shm", "cuda_ipc")]
-    on_gpu = [stage for stage in mine if transports[stage] == "cuda_ipc"]
-    sizes = {stage: (slots[stage], STAMP_BYTES if stage in on_gpu else formats[stage].slot_bytes) for stage in on_host}
-    made = {stage: SharedMailbox(*sizes[stage]) for stage in on_host} if is_draft else {}
-    allocated = {s: DeviceSlots.make(formats[s], slots[s], device) for s in on_gpu} if is_draft else {}
+    """Return this rank's mailboxes, made by the draft's rank and opened by the sources', and their slots on a GPU.
+
+    Args:
+        links: of this rank.
+        group: of the channel.
+        draft_rank: that makes them.
+        device: of the taps.
+    """
+    is_draft = group.rank == draft_rank
+    on_gpu = {link.source.stage: link for link in links if link.transport == "cuda_ipc"}
+    on_host = {link.source.stage: link for link in links if link.transport == "shm"} | on_gpu
+    sizes = {
+        stage: (link.num_slots, STAMP_BYTES if stage in on_gpu else link.message.slot_bytes)
+        for stage, link in on_host.items()
+    }
+    made = {stage: SharedMailbox(*size) for stage, size in sizes.items()} if is_draft else {}
+    allocated = {s: DeviceSlots.make(k.message, k.num_slots, device) for s, k in on_gpu.items()} if is_draft else {}
     handles = group.exchange(
         ({s: mailbox.handle for s, mailbox in made.items()}, {s: a.get_handle() for s, a in allocated.items()})
-    )[plan.draft_rank]
-    mailboxes = made or {stage: SharedMailbox(*sizes[stage], handles[0][stage]) for stage in on_host}
+    )[draft_rank]
+    mailboxes = made or {stage: SharedMailbox(*size, handles[0][stage]) for stage, size in sizes.items()}
     device_slots = allocated or {stage: DeviceSlots.open(handles[1][stage]) for stage in on_gpu}
     group.exchange("opened")
     for mailbox in mailboxes.values():

@@ -128,6 +128,25 @@ class MessageFormat:
         return [TapRows(rows.clone(), None if extra is None else extra.clone()) for rows, extra in parts]
 
 
+@dataclass(frozen=True)
+class TapLink:
+    """The way of one source's messages to the draft.
+
+    Args:
+        message: format of a message.
+        num_slots: messages that may be under way before a forward of the source waits.
+        transport: "local", "shm", "cuda_ipc" or "p2p".
+    """
+
+    message: MessageFormat
+    num_slots: int
+    transport: str
+
+    @property
+    def source(self) -> TapSource:
+        return self.message.source
+
+
 def read_stamp(slot: Tensor) -> Stamp:
     """Return the stamp of a slot of host memory."""
     return Stamp(*slot[:STAMP_BYTES].view(torch.int64)[: len(Stamp._fields)].tolist())

@@ -29,6 +29,7 @@ from specco.distributed.taps.message import (
     TAPS,
     MessageFormat,
     Stamp,
+    TapLink,
     TapRows,
     copy_taps,
     read_stamp,
@@ -64,16 +65,14 @@ class P2PSender:
     """The source's end of messages over a process group.
 
     Args:
-        message: format of a message.
-        num_slots: messages that may be under way before a forward waits.
+        link: of the source.
         group: of the channel.
         draft_rank: where they go.
         device: of the taps.
     """
 
-    def __init__(
-        self, message: MessageFormat, num_slots: int, group: dist.ProcessGroup, draft_rank: int, device: torch.device
-    ) -> None:
+    def __init__(self, link: TapLink, group: dist.ProcessGroup, draft_rank: int, device: torch.device) -> None:
+        message, num_slots = link.message, link.num_slots
         self.message, self.group, self.draft_rank = message, group, draft_rank
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         num_elements = message.source.count_elements(message.max_rows, is_first=True)
@@ -153,26 +152,22 @@ class P2PInbox:
     """Receives the messages of all sources of one rank, on a thread of its own.
 
     Args:
-        formats: by source stage.
-        slots: by source stage: messages received ahead of the draft.
+        links: of the rank's sources; as many messages as a link has slots are received ahead of the draft.
         group: of the channel.
         source_rank: where they come from.
         device: of the taps.
     """
 
     def __init__(
-        self,
-        formats: dict[int, MessageFormat],
-        slots: dict[int, int],
-        group: dist.ProcessGroup,
-        source_rank: int,
-        device: torch.device,
+        self, links: Sequence[TapLink], group: dist.ProcessGroup, source_rank: int, device: torch.device
     ) -> None:
-        self.formats, self.group, self.source_rank, self.device = formats, group, source_rank, device
+        self.group, self.source_rank, self.device = group, source_rank, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.free = {stage: threading.Semaphore(slots[stage]) for stage in formats}
-        self.arrivals: dict[int, queue.SimpleQueue[Arrival | Exception]] = {s: queue.SimpleQueue() for s in formats}
-        self.num_open = len(formats)
+        self.formats = {link.source.stage: link.message for link in links}
+        self.free = {link.source.stage: threading.Semaphore(link.num_slots) for link in links}
+        self.arrivals: dict[int, queue.SimpleQueue[Arrival | Exception]]
+        self.arrivals = {stage: queue.SimpleQueue() for stage in self.formats}
+        self.num_open = len(links)
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"taps of rank {source_rank}")
         self.thread.start()
 
