@@ -24,6 +24,8 @@ class PackedTokens:
         sample_ids: int64 ``[n]``, an id that stays with a document through any packing.
         row_values: further ``[S]`` tensors that travel with the tokens, by name.
         draw_key: (seed, step). What is drawn for a document in training depends on this and on its sample id alone.
+        is_counted: whether the documents are part of the batch; False of what a rank that has nothing to train runs,
+            which enters no router's statistics.
 
     Raises:
         ValueError: lengths that do not add up.
@@ -35,6 +37,7 @@ class PackedTokens:
     sample_ids: Tensor
     row_values: dict[str, Tensor] = field(default_factory=dict)
     draw_key: tuple[int, int] = (0, 0)
+    is_counted: bool = True
 
     def __post_init__(self) -> None:
         num_tokens = self.input_ids.numel()

@@ -24,8 +24,7 @@ class PackedMasks(NamedTuple):
     Args:
         layout: of the packed rows; its local rows are the ``B * L`` rows of the batch, in order.
         group: context-parallel group, None at one rank.
-        is_counted: whether the rows are part of the batch and enter a router's statistics; False of the made-up rows of
-            a rank that has nothing to train.
+        is_counted: whether the rows enter a router's statistics; see ``PackedTokens``.
     """
 
     layout: PackedLayout

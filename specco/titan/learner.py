@@ -45,9 +45,6 @@ from specco.titan.policy import Policy
 DRAFT_PATTERN = r"^draft\."
 """Matches the names of the draft's parameters in the policy's model."""
 
-MADE_UP_ID = -1
-"""Sample id of the document that a rank without a microbatch runs."""
-
 
 def policy_and_draft_groups(policy_lr: float, draft_lr: float | None, **kwargs: Any) -> list[ParamGroupConfig]:
     """Return AdamW parameter groups for ``OptimizersContainer.Config``: the draft's first, then everything else.
@@ -254,7 +251,7 @@ class Learner(Configurable):
         self, policy: Policy, tokens: PackedTokens, layout: PackedLayout
     ) -> tuple[Tensor, DraftRows | None]:
         """Return the hidden rows ``[1, T, D]`` of this rank, and the draft's rows or None."""
-        masks = PackedMasks(layout, self.cp_group, is_counted=int(tokens.sample_ids[0]) != MADE_UP_ID)
+        masks = PackedMasks(layout, self.cp_group, is_counted=tokens.is_counted)
         ids, positions = layout.shard(tokens.input_ids)[None], layout.shard(tokens.position_ids)[None]
         return cast("tuple[Tensor, DraftRows | None]", policy(ids, positions, masks, packed_tokens=tokens))
 
@@ -405,6 +402,7 @@ def _nothing_to_train(policy_loss_fn: PolicyLoss) -> PackedTokens:
         input_ids=torch.zeros(1, dtype=torch.int64),
         loss_mask=torch.zeros(1, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-        sample_ids=torch.tensor([MADE_UP_ID]),
+        sample_ids=torch.zeros(1, dtype=torch.int64),
         row_values={name: torch.zeros(1) for name in policy_loss_fn.row_value_names},
+        is_counted=False,
     )
