@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,53 @@ def _never_pack(n: int, k: int, dtype: torch.dtype) -> bool:
     return False
 
 
+def compute_experts(
+    out: Tensor,
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
+    weights: Tensor,
+    expert_ids: Tensor,
+    activation: str,
+    isa: str,
+    is_weighed: bool = False,
+) -> None:
+    """Run each expert on its tokens, from weights as they are loaded; a call of vLLM's ``cpu_fused_moe``.
+
+    Args:
+        out: ``[T, D]``, written: the weighted sum over a token's experts.
+        x: ``[T, D]``, tokens.
+        w13: ``[E, 2 * F, D]``, gates above ups.
+        w2: ``[E, D, F]``.
+        w13_bias: not supported.
+        w2_bias: not supported.
+        weights: ``[T, K]``, of a token's experts.
+        expert_ids: ``[T, K]``.
+        activation: "silu" is supported.
+        isa: of the packed kernel; not used.
+        is_weighed: whether ``x`` holds the weights already.
+
+    Raises:
+        ValueError: biases, or another activation.
+    """
+    if activation != "silu" or w13_bias is not None or w2_bias is not None:
+        raise ValueError(f"experts have activation {activation!r} or biases; supported are 'silu' and none")
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in expert_ids.unique().tolist():
+        tokens, slots = (expert_ids == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ w13[expert].t()).chunk(2, dim=-1)
+        rows = ((F.silu(gate) * up) @ w2[expert].t()).float()
+        total.index_add_(0, tokens, rows if is_weighed else rows * weights[tokens, slots, None])
+    out.copy_(total)
+
+
+def _keep_expert_weights(experts: Any, layer: Any) -> None:
+    """Take a layer's weights as they are: neither padded nor packed."""
+    experts._use_zentorch = False
+
+
 def normalize_context_keys(model: Any, keys: Tensor) -> Tensor:
     """Return a block draft's context keys under the k_norm of each layer.
 
@@ -124,6 +172,13 @@ def _mend_live_linear_weights() -> None:
 
     _replace(_custom_ops, "_supports_onednn", False)
     _replace(utils, "check_cpu_sgl_kernel", _never_pack)
+
+
+def _mend_live_expert_weights() -> None:
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    _replace(cpu_moe.CPUUnquantizedExperts, "process_weights_after_loading", _keep_expert_weights)
+    _replace(cpu_moe, "cpu_fused_moe", compute_experts)
 
 
 def _mend_rebind_kernels() -> None:
@@ -182,6 +237,13 @@ LIVE_LINEAR_WEIGHTS = Mend(
     versions=frozenset({"0.32.0"}),
     apply=_mend_live_linear_weights,
 )
+LIVE_EXPERT_WEIGHTS = Mend(
+    name="live_expert_weights",
+    reason="experts are packed for one kernel, under the names and shapes of the weights, so that a refit writes what "
+    "that kernel reads wrongly",
+    versions=frozenset({"0.32.0"}),
+    apply=_mend_live_expert_weights,
+)
 REBIND_KERNELS = Mend(
     name="rebind_kernels",
     reason="every object of every imported module is searched for Triton kernels, and one of another package whose "
@@ -209,7 +271,15 @@ DSPARK = Mend(
     versions=frozenset({"0.32.0"}),
     apply=_mend_dspark,
 )
-MENDS = (EXPAND_BATCH_TO_TOKENS, LIVE_LINEAR_WEIGHTS, REBIND_KERNELS, TOKEN_RANKS, CONTEXT_KEYS, DSPARK)
+MENDS = (
+    EXPAND_BATCH_TO_TOKENS,
+    LIVE_LINEAR_WEIGHTS,
+    LIVE_EXPERT_WEIGHTS,
+    REBIND_KERNELS,
+    TOKEN_RANKS,
+    CONTEXT_KEYS,
+    DSPARK,
+)
 METHOD_MENDS = {"eagle3": (), "dflash": (CONTEXT_KEYS,), "dspark": (CONTEXT_KEYS, DSPARK)}
 """Mends without which a CPU build does not serve a draft family as it is trained, by vLLM's name of the family."""
 

@@ -14,6 +14,7 @@ from helpers.engine_models import save_policy, train_policy
 
 from specco.rl import vllm_mends
 from specco.rl.engine import EngineConfig, RolloutEngine
+from specco.testing.tolerances import OP_BFLOAT16, OP_FLOAT32, max_error
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mends of vLLM's CPU build")
 
@@ -59,6 +60,26 @@ class TestFaults:
         monkeypatch.setattr(vllm_mends, "MENDS", ())
         with pytest.raises(RuntimeError, match=r"emptied 16 policy parameters.*live_linear_weights"):
             RolloutEngine(EngineConfig(policy_path=path, max_model_len=64))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_experts_are_packed_under_the_shape_of_their_weights(self, dtype):
+        from vllm import _custom_ops
+
+        torch.manual_seed(0)
+        x, w13, w2 = (torch.randn(shape, dtype=dtype) for shape in ((7, 64), (4, 2 * 96, 64), (4, 64, 96)))
+        w13, w2 = w13 / 8, w2 / 10
+        expert_ids = torch.stack([torch.randperm(4)[:2] for _ in range(7)]).int()
+        weights = torch.rand(7, 2)
+        packed = [_custom_ops.cpu_prepack_moe_weight(weight, "vec") for weight in (w13, w2)]
+        assert packed[0].shape == w13.shape and packed[1].shape == w2.shape
+        assert not torch.equal(packed[0], w13) and not torch.equal(packed[1], w2)
+        outs = [torch.full_like(x, float("nan")) for _ in range(3)]
+        routing = (None, None, weights, expert_ids, "silu", "vec")
+        _custom_ops.cpu_fused_moe(outs[0], x, *packed, *routing)
+        _custom_ops.cpu_fused_moe(outs[1], x, w13, w2, *routing)
+        vllm_mends.compute_experts(outs[2], x, w13, w2, *routing)
+        assert max_error(outs[2], outs[0]) < (OP_FLOAT32 if dtype is torch.float32 else OP_BFLOAT16)
+        assert max_error(outs[1], outs[0]) > 0.1, "the kernel reads weights that are not packed"
 
     def test_the_search_for_kernels_trips_over_strangers(self, monkeypatch):
         from vllm.triton_utils import dispatcher
