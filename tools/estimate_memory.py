@@ -72,7 +72,7 @@ def estimate(config: Learner.Config, tokens: int, *, document_tokens: int = 4096
     assert draft is not None
     kv_width = max(a.n_kv_heads * a.head_dim for a in (layer.attention for layer in model.layers))
     kv_width = max(kv_width, draft.num_key_value_heads * draft.head_dim) / tp
-    saved = max(count_saved(layer, rows, tp) for layer in model.layers)
+    saved = max(count_saved(layer, rows, tp, ep) for layer in model.layers)
     sequence_cut = tp if parallelism.enable_sequence_parallel else 1
     draft_rows, num_runs = count_draft_rows(draft, rows, document_tokens)
     return {
@@ -124,16 +124,18 @@ def count_gathered(policy: Policy, tp: int, ep: int) -> float:
     return by_unit.pop("others") + sum(sorted(by_unit.values())[-2:])
 
 
-def count_saved(layer: Any, rows: int, tp: int) -> float:
+def count_saved(layer: Any, rows: int, tp: int, ep: int) -> float:
     """Return the values that one layer keeps for its backward: inputs of norms and products, heads before and after."""
     attention, dim = layer.attention, layer.attention.dim
     heads = (attention.n_heads + 2 * attention.n_kv_heads) * attention.head_dim
     per_row = 4 * dim + (2 * heads + attention.n_heads * attention.head_dim) / tp
     if layer.moe is None:
         return rows * (per_row + 3 * layer.feed_forward.w1.out_features / tp)
-    # each row goes to top_k experts; evenly spread, a rank gets as many rows as it sends
-    experts = layer.moe.routed_experts.inner_experts
-    return rows * (per_row + layer.moe.router.top_k * (2 * dim + 3 * experts.hidden_dim))
+    # each row goes to top_k experts; evenly spread over "ep", whose ranks of "tp" send a part each, a rank gets as many
+    # rows as it sends; without "ep" each rank of "tp" runs all rows through its part of every expert
+    hidden_dim = layer.moe.routed_experts.inner_experts.hidden_dim
+    per_expert = (2 * dim + 3 * hidden_dim) / tp if ep > 1 else 2 * dim + 3 * hidden_dim / tp
+    return rows * (per_row + layer.moe.router.top_k * per_expert)
 
 
 def count_saved_by_draft(draft: Any, tp: int) -> float:

@@ -4,10 +4,13 @@ Each class computes what its torchtitan base computes, to the bit, in the dtypes
 
 - ``PolicyEmbedding`` can embed further tokens, without gradient.
 - ``AnyDtypeRoPE``, ``AnyDtypeComplexRoPE``: no cast of wider inputs to float32, so that a float64 model is float64.
-- ``AnyDtypeExperts``, ``AnyDtypeDispatcher``: the same for experts, which torchtitan computes in bfloat16 whatever the
-  model's dtype, and for the sum of their outputs. Other dtypes take a loop over the experts.
-- ``PackedMoE`` in a ``PackedMoEBlock`` counts the tokens of each expert over real rows, not over padding.
-- ``SinkAttention``: GPT-OSS's attention with its sinks in the op's own softmax, which knows their gradient.
+- ``AnyDtypeExperts``, ``AnyDtypeGptOssExperts``, ``AnyDtypeDispatcher``: the same for experts, which torchtitan
+  computes in bfloat16 whatever the model's dtype, and for the sum of their outputs. Other dtypes take a loop over the
+  experts.
+- ``PackedMoE`` in a ``PackedMoEBlock`` counts the tokens of each expert over real rows, not over padding, and takes any
+  number of rows under tensor parallelism; ``LocalGate`` is its router's gate.
+- ``SinkAttention``: GPT-OSS's attention with its sinks in the op's own softmax, which knows their gradient;
+  ``BiasedRowsLinear`` is its output projection, whose bias gets its whole gradient under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, TransformerBlock
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward, swiglu
 from torchtitan.ops.scatter_add import deterministic_scatter_add
+from torchtitan.protocols.sharding import ShardingConfig
 
 from specco.titan.attention import PackedMasks
 
@@ -134,10 +140,37 @@ class AnyDtypeExperts(GroupedExperts):
         """
         if x_RD.dtype == torch.bfloat16:
             return super().forward(x_RD, num_tokens_per_expert_E)
-        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        weights = (_to_local(weight) for weight in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
         rows = x_RD.split(num_tokens_per_expert_E.tolist())
         outputs = [(F.silu(x @ w1.t()) * (x @ w3.t())) @ w2.t() for x, w1, w2, w3 in zip(rows, *weights, strict=True)]
         return torch.cat(outputs)
+
+
+class AnyDtypeGptOssExperts(GptOssGroupedExperts):
+    """torchtitan's ``GptOssGroupedExperts``; rows that are not bfloat16 are computed in their own dtype."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """Run each expert on its rows; arguments and result are those of ``AnyDtypeExperts.forward``."""
+        if x_RD.dtype == torch.bfloat16:
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        weight = self.mlp1_weight_EGD
+        is_cut = isinstance(weight, DTensor) and "tp" in (weight.device_mesh.mesh_dim_names or ())
+        num_summands = cast(DTensor, weight).device_mesh["tp"].size() if is_cut else 1
+        names = ("mlp1_weight_EGD", "mlp1_bias_EG", "mlp2_weight_EDF", "mlp2_bias_ED")
+        parameters = (_to_local(getattr(self, name)) for name in names)
+        outputs = []
+        for x, w1, b1, w2, b2 in zip(x_RD.split(num_tokens_per_expert_E.tolist()), *parameters, strict=True):
+            hidden = swiglu(x @ w1.t() + b1, limit=self.swiglu_limit)
+            outputs.append(hidden @ w2.t() + ScaleBiasForward.apply(b2, num_summands, x.dtype))
+        return torch.cat(outputs)
+
+
+def _to_local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class AnyDtypeDispatcher(AllToAllTokenDispatcher):
@@ -171,10 +204,36 @@ class AnyDtypeDispatcher(AllToAllTokenDispatcher):
         return deterministic_scatter_add(torch.zeros_like(x_TD), index, weighed)
 
 
+class LocalGate(Linear):
+    """torchtitan's ``Linear`` on this rank's rows, or on its summand of their gradient, without DTensor."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return ``input @ weight.T + bias``; under TP each rank's gradient of the two is one summand."""
+
+        def localize(tensor: Tensor) -> Tensor:
+            return tensor.to_local(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
+
+        return F.linear(input, localize(self.weight), None if self.bias is None else localize(self.bias))
+
+
 class PackedMoE(MoE):
     """torchtitan's ``MoE`` that leaves padding rows, and made-up ones, out of ``tokens_per_expert_E``.
 
     Padding rows are still routed, so that every rank's shapes stay those of its rows; nothing reads what comes back.
+
+    Under tensor parallelism router and experts compute on local tensors, in one of two ways:
+
+    - Without expert parallelism the hidden width of every expert is cut over "tp": each rank takes all rows, and its
+      output is a summand of theirs.
+    - With it whole experts are spread over "ep", which holds ranks of "tp": each rank takes its part of the rows, any
+      number of them, also none.
+
+    Either way what a rank computes as gradient of the gate, and without expert parallelism of the rows and of their
+    scores, is a summand. torchtitan's own plan takes the parts of the rows for equal ones.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -182,34 +241,43 @@ class PackedMoE(MoE):
         pass
 
     def forward(self, x_BLD: Tensor, attention_masks: PackedMasks) -> Tensor:  # pyrefly: ignore[bad-override]
-        """Route each row to its experts.
+        """Route each row to its experts. Collective over "tp" and "ep": every rank must call.
 
         Args:
             x_BLD: ``[B, L, D]``; under TP a DTensor.
             attention_masks: says which rows are padding.
 
         Returns:
-            ``[B, L, D]``.
+            ``[B, L, D]``, placed like ``x_BLD``.
         """
-        scores, expert_ids, all_scores = self.router(x_BLD, self.expert_bias_E)
+        is_real = (attention_masks.layout.global_rows >= 0).view(x_BLD.shape[0], -1, 1).to(x_BLD.device)
+        is_counted = is_real & attention_masks.is_counted
+        if not isinstance(x_BLD, DTensor):
+            return self._route(x_BLD, is_counted)
+        is_spread = self.routed_experts.token_dispatcher.ep_mesh is not None
+        rows = [Shard(1) if is_spread else Replicate()]
+        results = [Shard(1) if is_spread else Partial()]
+        mesh, x = x_BLD.device_mesh, x_BLD.redistribute(placements=rows)
+        counted = DTensor.from_local(is_counted, mesh, [Replicate()], run_check=False).redistribute(placements=rows)
+        out = self._route(x.to_local(grad_placements=results), counted.to_local())
+        out = DTensor.from_local(out, mesh, results, run_check=False, shape=x.shape, stride=x.stride())
+        return out.redistribute(placements=x_BLD.placements)
+
+    def _route(self, x: Tensor, is_counted: Tensor) -> Tensor:
+        """Return the experts' output of ``[B, l, D]`` rows, of which bool ``[B, l, 1]`` enter the statistics."""
+        scores, expert_ids, all_scores = self.router(x, self.expert_bias_E)
         is_routed = torch.zeros_like(all_scores, dtype=torch.bool).scatter_(-1, expert_ids, True)
-        num_tokens_per_expert = is_routed.sum(dim=(0, 1))
-        if self.training and attention_masks.is_counted:
+        if self.training:
             with torch.no_grad():
-                is_counted = is_routed & _find_real_rows(is_routed, attention_masks)
-                self.tokens_per_expert_E.add_(is_counted.sum(dim=(0, 1)))
-        out = self.routed_experts(x_BLD, scores, expert_ids, num_tokens_per_expert)
-        return out if self.shared_experts is None else out + self.shared_experts(x_BLD)
+                _to_local(self.tokens_per_expert_E).add_((is_routed & is_counted).sum(dim=(0, 1)))
+        return self.routed_experts(x, scores, expert_ids, is_routed.sum(dim=(0, 1)))
 
 
-def _find_real_rows(like: Tensor, masks: PackedMasks) -> Tensor:
-    """Return bool ``[B, L, 1]``, True where a row is no padding; placed like ``like``, ``[B, L, ...]``."""
-    is_real = (masks.layout.global_rows >= 0).view(like.shape[0], -1, 1).to(like.device)
-    if not isinstance(like, DTensor):
-        return is_real
-    replicated = [Replicate()] * like.device_mesh.ndim
-    is_real = DTensor.from_local(is_real, like.device_mesh, replicated, run_check=False)
-    return is_real.redistribute(placements=like.placements)
+def keep_state_shardings(moe: MoE.Config) -> None:
+    """Leave of torchtitan's plan for a MoE what it says of parameters and buffers: ``PackedMoE`` places the rest."""
+    for config in (moe, moe.router.gate, moe.routed_experts):
+        assert config.sharding_config is not None
+        config.sharding_config = ShardingConfig(state_shardings=config.sharding_config.state_shardings)
 
 
 class PackedMoEBlock(TransformerBlock):
@@ -234,6 +302,19 @@ class PackedMoEBlock(TransformerBlock):
         """Run attention and experts on ``[B, L, D]``."""
         x = x + self.attention(self.attention_norm(x), attention_masks, positions)
         return x + self.moe(self.ffn_norm(x), attention_masks)
+
+
+class BiasedRowsLinear(ScaledBiasRowwiseLinear):
+    """torchtitan's ``ScaledBiasRowwiseLinear``, which under TP leaves the bias one rank's share of its gradient."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledBiasRowwiseLinear.Config):
+        pass
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return this rank's summand of ``input @ weight.T + bias``; its ``input`` is cut over "tp"."""
+        bias = ScaleBiasForward.apply(_to_local(self.bias), self.tp_degree, self.bias.dtype)
+        return F.linear(input, _to_local(self.weight), bias)
 
 
 class SinkAttention(GptOssAttention):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
@@ -97,10 +99,12 @@ def check_parallelism(parallelism: ParallelismConfig) -> None:
 def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
     """Refuse, before anything is built, a model that the degrees do not fit.
 
+    Where ``data_parallel_shard_degree`` is -1, the number of ranks is torchrun's ``WORLD_SIZE``.
+
     Raises:
         ValueError: naming both sides.
     """
-    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    tp = parallelism.tensor_parallel_degree
     if config.enable_weight_tying:
         raise ValueError("the policy's enable_weight_tying is True; the learner trains an embedding and a head apart")
     for layer_id, layer in enumerate(config.layers):
@@ -112,17 +116,34 @@ def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
         raise ValueError(f"the draft has hidden_size={config.draft.hidden_size}; it must be the policy's, {config.dim}")
     if config.draft is not None and tp > 1:
         check_draft_tp(config.draft, tp)
-    experts = {layer.moe.num_experts for layer in config.layers if layer.moe is not None}
-    if tp > 1 and experts:
-        raise ValueError(
-            f"parallelism.tensor_parallel_degree is {tp}, but the policy has experts, which are laid out over "
-            "expert_parallel_degree alone; set tensor_parallel_degree=1"
-        )
-    if ep > 1 and not experts:
+    _check_experts(config, parallelism)
+
+
+def _check_experts(config: Policy.Config, parallelism: ParallelismConfig) -> None:
+    """Refuse degrees that cut experts, or the ranks they are spread over, into uneven parts."""
+    tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    moes = [layer.moe for layer in config.layers if layer.moe is not None]
+    if ep > 1 and not moes:
         raise ValueError(f"parallelism.expert_parallel_degree is {ep}, but the policy has no experts")
-    for num_experts in experts:
-        if num_experts % ep:
-            raise ValueError(f"parallelism.expert_parallel_degree is {ep}; it must divide num_experts={num_experts}")
+    for moe in moes:
+        hidden_dim = moe.routed_experts.inner_experts.hidden_dim
+        if moe.num_experts % ep:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree is {ep}; it must divide num_experts={moe.num_experts}"
+            )
+        if ep == 1 and hidden_dim % tp:
+            raise ValueError(f"experts have hidden_dim={hidden_dim}; tensor_parallel_degree={tp} must divide it")
+    cp, dp_shard = parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
+    if dp_shard == -1:
+        if "WORLD_SIZE" not in os.environ:
+            return
+        others = parallelism.data_parallel_replicate_degree * cp * tp * parallelism.pipeline_parallel_degree
+        dp_shard = max(int(os.environ["WORLD_SIZE"]) // others, 1)
+    if dp_shard * cp * tp % ep:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree is {ep}; it must divide the {dp_shard * cp * tp} ranks of "
+            f"data_parallel_shard_degree={dp_shard} x context_parallel_degree={cp} x tensor_parallel_degree={tp}"
+        )
 
 
 def check_trainer_parallelism(parallelism: ParallelismConfig) -> None:

@@ -29,6 +29,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.gpt_oss.model import Attention as GptOssAttention
 from torchtitan.models.gpt_oss.model import GptOssModel
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.models.gpt_oss.sharding import set_gpt_oss_sharding_config
 from torchtitan.models.gpt_oss.state_dict_adapter import GptOssStateDictAdapter
 from torchtitan.models.llama3.model import Llama3Model
@@ -50,11 +51,15 @@ from specco.titan.layers import (
     AnyDtypeComplexRoPE,
     AnyDtypeDispatcher,
     AnyDtypeExperts,
+    AnyDtypeGptOssExperts,
     AnyDtypeRoPE,
+    BiasedRowsLinear,
+    LocalGate,
     PackedMoE,
     PackedMoEBlock,
     PolicyEmbedding,
     SinkAttention,
+    keep_state_shardings,
 )
 
 
@@ -99,6 +104,9 @@ class Policy(Decoder):
                 enable_sp=config.parallelism.enable_sequence_parallel,
                 enable_ep=config.parallelism.expert_parallel_degree > 1,
             )
+            for layer in self.layers:
+                if layer.moe is not None:
+                    keep_state_shardings(layer.moe)
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Return (parameters, multiply-adds times two per token), as torchtitan counts them."""
@@ -240,15 +248,15 @@ def _adapt_layer(layer: TransformerBlock.Config) -> TransformerBlock.Config:
     experts = layer.moe.routed_experts
     if type(experts.token_dispatcher) is not AllToAllTokenDispatcher.Config:
         raise ValueError(f'its experts are dispatched by {_name(experts.token_dispatcher)}; supported is "standard"')
-    inner = experts.inner_experts
-    if type(inner) is GroupedExperts.Config:
-        inner = _rebuild(AnyDtypeExperts.Config, inner)
+    if layer.moe.shared_experts is not None:
+        raise ValueError("its MoE has a shared expert; supported are routed ones alone")
     experts = replace(
         experts,
-        inner_experts=inner,
+        inner_experts=_adapt_experts(experts.inner_experts),
         token_dispatcher=_rebuild(AnyDtypeDispatcher.Config, experts.token_dispatcher),
     )
-    moe = _rebuild(PackedMoE.Config, layer.moe, routed_experts=experts, load_balance_coeff=None)
+    router = replace(layer.moe.router, gate=_rebuild(LocalGate.Config, layer.moe.router.gate))
+    moe = _rebuild(PackedMoE.Config, layer.moe, router=router, routed_experts=experts, load_balance_coeff=None)
     return _rebuild(PackedMoEBlock.Config, layer, attention=attention, moe=moe)
 
 
@@ -259,9 +267,20 @@ def _adapt_attention(attention: Any) -> Any:
         return replace(attention, rope=_adapt_rope(attention.rope), inner_attention=PackedAttention.Config())
     if kind is GptOssAttention.Config:
         inner = PackedAttention.Config(window=attention.sliding_window_size)
-        return _rebuild(SinkAttention.Config, attention, rope=_adapt_rope(attention.rope), inner_attention=inner)
+        parts = {"wo": _rebuild(BiasedRowsLinear.Config, attention.wo), "rope": _adapt_rope(attention.rope)}
+        return _rebuild(SinkAttention.Config, attention, **parts, inner_attention=inner)
     supported = [_name(kind) for kind in (GQAttention.Config, GptOssAttention.Config)]
     raise ValueError(f"its attention is {_name(attention)}; supported are {supported}")
+
+
+def _adapt_experts(experts: Any) -> Any:
+    classes: dict[Any, Any] = {
+        GroupedExperts.Config: AnyDtypeExperts.Config,
+        GptOssGroupedExperts.Config: AnyDtypeGptOssExperts.Config,
+    }
+    if type(experts) not in classes:
+        raise ValueError(f"its experts are {_name(experts)}; supported are {[_name(kind) for kind in classes]}")
+    return _rebuild(classes[type(experts)], experts)
 
 
 def _adapt_rope(rope: Any) -> Any:

@@ -29,12 +29,13 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "run_learner.py"
 
 
 FAMILIES = ("joint", "dflash", "dspark")
+MICROBATCHES = ("microbatches", "microbatches2", "microbatches4")
 FEW_TARGETS = ("few_targets", "dspark_few_targets")
 LAYOUT_RUNS = {
     "dp_replicate2": FAMILIES,
-    "cp2": (*FAMILIES, *FEW_TARGETS, "microbatches", "permuted", "checkpointed", "kl"),
+    "cp2": (*FAMILIES, *FEW_TARGETS, *MICROBATCHES, "permuted", "checkpointed", "kl"),
     "cp4": (*FAMILIES, *FEW_TARGETS),
-    "tp2": (*FAMILIES, *FEW_TARGETS, "microbatches", "checkpointed", "kl"),
+    "tp2": (*FAMILIES, *FEW_TARGETS, *MICROBATCHES, "checkpointed", "kl"),
     "tp2_no_sp": ("dspark",),
     "fsdp2_cp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "differing_peers"),
     "fsdp2_tp2": (*FAMILIES, "lopsided"),
@@ -58,11 +59,20 @@ MODEL_RUNS = [
     ("ep2", "moe_dflash"),
     ("ep2", "moe_lopsided"),
     ("fsdp2_cp2_ep2", "moe"),
+    ("tp2", "moe"),
+    ("fsdp2_tp2", "moe"),
+    ("cp2_tp2", "moe"),
+    ("tp2_ep2", "moe"),
+    ("tp2_ep2_no_sp", "moe"),
+    ("fsdp2_tp2_ep4", "moe"),
+    ("fsdp2_tp2_ep4", "moe_lopsided"),
     ("cp2_tp2", "llama3"),
+    ("cp2", "gptoss"),
+    ("cp2_tp2", "gptoss"),
 ]
-"""Runs of policies with experts and of Llama 3."""
+"""Runs of policies with experts, of Llama 3 and of GPT-OSS, whose layers have sinks, windows and experts."""
 
-TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp", "ep2")
+TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp", "ep2", "tp2_ep2", "tp2_ep2_no_sp")
 
 RUNS = {
     1: [f"1/{name}" for name in (*VARIANTS, *MODEL_VARIANTS)],
@@ -114,7 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         arguments = [str(SCRIPT), str(folder / "policy"), str(folder / "draft"), str(folder), *names]
         result = subprocess.run(
             torchrun + arguments,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
             timeout=900,
@@ -146,7 +156,7 @@ def test_policy_is_bit_equal_with_and_without_draft(runs: Path, layout: str, nam
 # other documents on other ranks add up in another order: "moe_lopsided" has no run of the policy alone beside it
 @pytest.mark.parametrize(
     ("layout", "name"),
-    [*(run for run in MODEL_RUNS if run[1] != "moe_lopsided"), ("1", "moe"), ("1", "llama3")],
+    [*(run for run in MODEL_RUNS if run[1] != "moe_lopsided"), ("1", "moe"), ("1", "llama3"), ("1", "gptoss")],
 )
 def test_other_policies_are_bit_equal_with_and_without_draft(runs: Path, layout: str, name: str) -> None:
     check_policy_is_bit_equal(runs, layout, name, f"{name.partition('_')[0]}_alone")
@@ -183,14 +193,14 @@ def test_draft_of_weight_zero_gets_zero_gradients(runs: Path) -> None:
     ("layout", "name"),
     [
         *[("fsdp2", name) for name in (*FAMILIES, *FEW_TARGETS)],
-        *[(n, v) for n in ("1", "fsdp2") for v in ("microbatches", "permuted", "checkpointed", "lopsided")],
+        *[(n, v) for n in ("1", "fsdp2") for v in (*MICROBATCHES, "permuted", "checkpointed", "lopsided")],
         *[(n, f"dspark_{v}") for n in ("1", "fsdp2") for v in ("microbatches", "permuted", "lopsided")],
         *[(layout, name) for layout, names in LAYOUT_RUNS.items() for name in names if name not in SPECIAL],
     ],
 )
 def test_layout_and_packing_change_nothing(runs: Path, layout: str, name: str) -> None:
     reference = name if "few_targets" in name else name.partition("_")[0]
-    is_eagle3 = reference in ("microbatches", "permuted", "checkpointed", "lopsided")
+    is_eagle3 = reference in (*MICROBATCHES, "permuted", "checkpointed", "lopsided")
     check_equals_one_rank(runs, layout, name, "joint" if is_eagle3 else reference)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import json
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,12 +32,14 @@ from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
+from helpers.gpt_oss import make_gpt_oss_config  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import PackedTokens, pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
 from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
 from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
+from specco.titan.policy import Policy, adapt_config  # noqa: E402
 from specco.titan.registry import make_model_spec  # noqa: E402
 from specco.titan.sizes import make_policy_config  # noqa: E402
 
@@ -55,6 +59,11 @@ LAYOUTS = {
     "cp2_tp2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
     "ep2": {"expert_parallel_degree": 2},
     "fsdp2_cp2_ep2": {"context_parallel_degree": 2, "expert_parallel_degree": 2},
+    "tp2_ep2": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+    "tp2_ep2_no_sp": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "enable_sequence_parallel": False},
+    "fsdp2_tp2_ep4": {"tensor_parallel_degree": 2, "expert_parallel_degree": 4},
+    "fsdp2_tp2_ep2": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
+    "cp2_tp2_ep2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2, "expert_parallel_degree": 2},
 }
 """Degrees of each layout; the ranks that are left are FSDP's."""
 
@@ -68,6 +77,8 @@ VARIANTS = {
     "weight0": {"draft_weight": 0.0},
     "alone": {"has_draft": False},
     "microbatches": {"max_tokens": 24},
+    "microbatches2": {"num_microbatches": 2},
+    "microbatches4": {"num_microbatches": 4},
     "permuted": {"is_permuted": True},
     "checkpointed": {"activation_checkpoint": FullAC.Config()},
     "lopsided": {"is_lopsided": True},
@@ -86,13 +97,17 @@ MODEL_VARIANTS = {
     "moe_lopsided": {"model": "moe", "is_lopsided": True},
     "llama3": {"model": "llama3"},
     "llama3_alone": {"model": "llama3", "has_draft": False},
+    "gptoss": {"model": "gpt_oss"},
+    "gptoss_alone": {"model": "gpt_oss", "has_draft": False},
 }
 """Runs of other policies than the dense Qwen3 of POLICY."""
 
 SIZES = {"num_layers": 3, "dim": 32, "hidden_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
-MODELS = {
-    "moe": {"architecture": "qwen3", "num_experts": 4, "top_k": 2} | SIZES,
-    "llama3": {"architecture": "llama3"} | SIZES,
+EXPERTS = {"num_experts": 4, "top_k": 2}
+MODELS: dict[str, Callable[..., Policy.Config]] = {
+    "moe": partial(make_policy_config, "qwen3", **EXPERTS, **SIZES),
+    "llama3": partial(make_policy_config, "llama3", **SIZES),
+    "gpt_oss": lambda **sizes: adapt_config(make_gpt_oss_config(**sizes, **EXPERTS, **SIZES)),
 }
 
 CHECKPOINT_VARIANTS = {
@@ -130,24 +145,27 @@ def make_microbatches(
     step: int,
     *,
     max_tokens: int = 64,
+    num_microbatches: int = 1,
     is_permuted: bool = False,
     is_lopsided: bool = False,
     has_few_targets: bool = False,
 ) -> list[PackedTokens]:
-    """Return this data-parallel rank's share of the step's documents, packed."""
+    """Return this data-parallel rank's share of the step's documents, packed.
+
+    ``num_microbatches`` deals them out; ``max_tokens`` may cut each share further.
+    """
     documents = make_documents(step, has_few_targets)
     order = list(range(len(documents["ids"])))
     if is_permuted:
         order = order[::-1]
     rank, size = learner.data_parallel_rank, learner.data_parallel_size
     mine = (order if rank == 0 else []) if is_lopsided else order[rank::size]
-    return pack_documents(
-        [documents["ids"][i] for i in mine],
-        [documents["masks"][i] for i in mine],
-        max_tokens=max_tokens,
-        sample_ids=mine,
-        row_values={name: [documents[name][i] for i in mine] for name in ("inference_logprobs", "advantages")},
-    )
+    microbatches = []
+    for indices in (mine[start::num_microbatches] for start in range(num_microbatches)):
+        values = {name: [documents[name][i] for i in indices] for name in ("inference_logprobs", "advantages")}
+        ids, masks = [documents["ids"][i] for i in indices], [documents["masks"][i] for i in indices]
+        microbatches += pack_documents(ids, masks, max_tokens=max_tokens, sample_ids=indices, row_values=values)
+    return microbatches
 
 
 def build_learner(
@@ -157,9 +175,7 @@ def build_learner(
     wide = {"mixed_precision_param": "float64", "mixed_precision_reduce": "float64", "dtype": "float64"}
     config = Learner.Config(
         model_spec=make_model_spec(
-            read_policy_config(policy_path)
-            if model is None
-            else make_policy_config(vocab_size=64, max_seq_len=64, **MODELS[model]),
+            read_policy_config(policy_path) if model is None else MODELS[model](vocab_size=64, max_seq_len=64),
             flavor="test",
             draft=read_draft_config(draft_path) if has_draft else None,
         ),
@@ -193,7 +209,7 @@ def fill_policy(learner: Learner) -> None:
 def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name: str) -> None:
     """Run the steps of one variant and save them on rank 0."""
     changes = dict((VARIANTS | MODEL_VARIANTS | CHECKPOINT_VARIANTS)[name])
-    batch_choices = ("max_tokens", "is_permuted", "is_lopsided", "has_few_targets")
+    batch_choices = ("max_tokens", "num_microbatches", "is_permuted", "is_lopsided", "has_few_targets")
     batch = {key: changes.pop(key) for key in batch_choices if key in changes}
     poisoned = changes.pop("poisoned", None)
     loss = GrpoLoss()

@@ -29,16 +29,27 @@ from specco.titan.sizes import make_policy_config  # noqa: E402
 ODD = {"num_layers": 2, "dim": 30, "hidden_dim": 50, "num_heads": 6, "num_kv_heads": 3, "head_dim": 10}
 """Numbers that two ranks cannot halve evenly: three KV heads, a fused projection of 120 rows, an odd vocabulary."""
 EVEN = ODD | {"num_heads": 4, "num_kv_heads": 2}
+EXPERTS = {"architecture": "qwen3", "num_experts": 4, "top_k": 2}
+TP2, EP2 = {"tensor_parallel_degree": 2}, {"expert_parallel_degree": 2}
 CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "qwen3_fsdp2": ({"architecture": "qwen3"} | ODD, {}),
     "llama3_fsdp2": ({"architecture": "llama3"} | ODD, {}),
-    "llama3_tp2": ({"architecture": "llama3"} | EVEN, {"tensor_parallel_degree": 2}),
-    "qwen3_tp2": ({"architecture": "qwen3"} | EVEN, {"tensor_parallel_degree": 2}),
-    "experts_fsdp2": ({"architecture": "qwen3", "num_experts": 4, "top_k": 2} | ODD, {}),
-    "experts_in_two": ({"architecture": "qwen3", "num_experts": 1, "top_k": 1} | ODD, {}),
-    "experts_ep2": ({"architecture": "qwen3", "num_experts": 4, "top_k": 2} | ODD, {"expert_parallel_degree": 2}),
+    "llama3_tp2": ({"architecture": "llama3"} | EVEN, TP2),
+    "qwen3_tp2": ({"architecture": "qwen3"} | EVEN, TP2),
+    "experts_fsdp2": (EXPERTS | ODD, {}),
+    "experts_in_two": (EXPERTS | {"num_experts": 1, "top_k": 1} | ODD, {}),
+    "experts_ep2": (EXPERTS | ODD, EP2),
+    "experts_tp2": (EXPERTS | EVEN, TP2),
+    "experts_tp2_ep2": (EXPERTS | EVEN, TP2 | EP2),
 }
-"""Sizes and degrees by name; ranks that are left are FSDP's. One expert is cut in its width by FSDP."""
+FOUR_RANK_CASES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "replicated": (EXPERTS | ODD, EP2 | {"data_parallel_replicate_degree": 2}),
+    "over_both_of_their_axes": (EXPERTS | ODD, EP2),
+    "fsdp2_tp2": (EXPERTS | EVEN, TP2),
+    "fsdp2_tp2_in_four": (EXPERTS | {"num_experts": 1, "top_k": 1} | EVEN | {"hidden_dim": 52}, TP2),
+    "fsdp2_tp2_ep4": (EXPERTS | EVEN, TP2 | {"expert_parallel_degree": 4}),
+}
+"""Sizes and degrees by name; ranks that are left are FSDP's. One expert is cut in its width."""
 
 
 def build(sizes: dict[str, Any], seed: int, degrees: dict[str, int] | None = None) -> Policy:
@@ -108,13 +119,10 @@ class TestTwoRanks(RoundTripCase):
 class TestFourRanks(RoundTripCase):
     world_size = 4
 
-    def test_replicated_experts_round_trip(self):
-        sizes = {"architecture": "qwen3", "num_experts": 4, "top_k": 2} | ODD
-        self.check_round_trip(sizes, {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 2})
-
-    def test_experts_over_both_of_their_axes_round_trip(self):
-        sizes = {"architecture": "qwen3", "num_experts": 4, "top_k": 2} | ODD
-        self.check_round_trip(sizes, {"expert_parallel_degree": 2})
+    @parametrize("case", list(FOUR_RANK_CASES))
+    def test_experts_round_trip(self, case: str):
+        self.check_round_trip(*FOUR_RANK_CASES[case])
 
 
 instantiate_parametrized_tests(TestTwoRanks)
+instantiate_parametrized_tests(TestFourRanks)

@@ -97,6 +97,16 @@ def test_experts_and_blocks_by_hand_at_fsdp4_ep2() -> None:
     assert parts["draft"] == 2 * 3 * (9 * 7 * 5) * (4 * DIM + heads + 3 * HIDDEN)
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_what_experts_save_at_tp2(ep: int) -> None:
+    """With "ep" a rank of "tp" runs half the rows through whole experts, without it all rows through half of each."""
+    degrees = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2, "expert_parallel_degree": ep}
+    parts = estimate(make_config(degrees, num_experts=4, top_k=2), 900)
+    heads = 2 * (HEADS + 2 * KV_HEADS) * HEAD + HEADS * HEAD
+    experts = 2 * (2 * DIM + 3 * HIDDEN) / 2 if ep == 2 else 2 * (2 * DIM + 3 * HIDDEN / 2)
+    assert parts["activations"] == 2 * (3 * 900 * DIM / 2 + 2 * 900 * (4 * DIM + heads / 2 + experts))
+
+
 class KeepsTaps(nn.Module):
     """Stands in for a draft and keeps what it is given."""
 

@@ -3,15 +3,22 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from specco.ops.layout import PackedLayout
-from specco.testing.tolerances import OP_FLOAT64, max_error
+from specco.testing.tolerances import OP_BFLOAT16, OP_FLOAT64, max_error, relative_error
 from specco.titan.attention import PackedMasks
-from specco.titan.layers import AnyDtypeComplexRoPE, AnyDtypeDispatcher, AnyDtypeExperts, AnyDtypeRoPE, PackedMoE
+from specco.titan.layers import (
+    AnyDtypeComplexRoPE,
+    AnyDtypeDispatcher,
+    AnyDtypeExperts,
+    AnyDtypeGptOssExperts,
+    AnyDtypeRoPE,
+    PackedMoE,
+)
 from specco.titan.policy import PackedMoEBlock
 from specco.titan.sizes import make_policy_config
 
@@ -72,17 +79,25 @@ def test_rope_of_pairs_computes_in_float64():
         assert max_error(rotated, expected) < 1e-14
 
 
-def test_experts_in_bfloat16_are_torchtitans_to_the_bit():
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AnyDtypeExperts, GroupedExperts), (AnyDtypeGptOssExperts, GptOssGroupedExperts)]
+)
+def test_experts_in_bfloat16_are_torchtitans_to_the_bit(ours, theirs):
+    """And in float64, where torchtitan rounds to bfloat16, up to that rounding."""
     torch.manual_seed(0)
     kwargs = {"dim": DIM, "hidden_dim": EXPERT_DIM, "num_experts": NUM_EXPERTS}
-    kwargs["param_init"] = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)
-    ours, theirs = AnyDtypeExperts.Config(**kwargs).build(), GroupedExperts.Config(**kwargs).build()
+    experts, expected = ours.Config(**kwargs).build(), theirs.Config(**kwargs).build()
     with torch.no_grad():
-        ours.init_states()
-    theirs.load_state_dict(ours.state_dict())
+        for parameter in experts.parameters():
+            parameter.normal_(std=0.3)
+    expected.load_state_dict(experts.state_dict())
     counts = torch.tensor([3, 0, 5, 1, 4, 2])
     x = torch.randn(15, DIM, dtype=torch.bfloat16)
-    assert torch.equal(ours.bfloat16()(x, counts), theirs.bfloat16()(x, counts))
+    rows = experts.double()(x.double(), counts)
+    assert rows.dtype == torch.float64
+    out = expected.bfloat16()(x, counts)
+    assert torch.equal(experts.bfloat16()(x, counts), out)
+    assert relative_error(rows, out.double()) < OP_BFLOAT16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

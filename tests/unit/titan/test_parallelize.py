@@ -45,11 +45,24 @@ def test_draft_that_cannot_be_cut_is_refused(name: str) -> None:
     [
         ({}, {"expert_parallel_degree": 2}, "expert_parallel_degree is 2, but the policy has no experts"),
         ({"num_experts": 3, "top_k": 1}, {"expert_parallel_degree": 2}, "is 2; it must divide num_experts=3"),
-        ({"num_experts": 4, "top_k": 1}, {"tensor_parallel_degree": 2}, "tensor_parallel_degree is 2, .* has experts"),
+        ({"num_experts": 4, "top_k": 1}, {"tensor_parallel_degree": 2}, "hidden_dim=9; tensor_parallel_degree=2 must"),
+        (
+            {"num_experts": 4, "top_k": 1},
+            {"expert_parallel_degree": 4, "data_parallel_shard_degree": 3, "tensor_parallel_degree": 2},
+            "is 4; it must divide the 6 ranks of data_parallel_shard_degree=3 x context_parallel_degree=1 x tensor",
+        ),
+        (
+            {"num_experts": 4, "top_k": 1},
+            {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2, "context_parallel_degree": 2},
+            "is 4; it must divide the 6 ranks of data_parallel_shard_degree=3 x context_parallel_degree=2 x tensor",
+        ),
     ],
 )
-def test_policy_that_the_degrees_do_not_fit_is_refused(experts: dict, degrees: dict, message: str) -> None:
-    sizes = {"vocab_size": 11, "num_layers": 1, "dim": 8, "hidden_dim": 8}
+def test_policy_that_the_degrees_do_not_fit_is_refused(
+    experts: dict, degrees: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    sizes = {"vocab_size": 11, "num_layers": 1, "dim": 8, "hidden_dim": 9}
     heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 4}
     config = make_policy_config("qwen3", **sizes, **heads, **experts)
     check_model(config, ParallelismConfig())

@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from helpers.gpt_oss import WINDOW, make_gpt_oss_config
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.deepseek_v3 import deepseekv3_configs
-from torchtitan.models.gpt_oss import gptoss_configs
 from torchtitan.models.gpt_oss.model import apply_attention_sink_rescale
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3 import qwen3_configs
@@ -242,6 +242,15 @@ def test_what_a_policy_cannot_be_made_from_is_refused_by_name():
     config.layers[2] = replace(config.layers[2], attention=None)
     with pytest.raises(ValueError, match=r"layer 2: its attention is NoneType; supported are \['GQAttention', 'Att"):
         adapt_config(config)
+    experts = make_gpt_oss_config(max_seq_len=64, num_experts=8, top_k=4, **sizes)
+    moe, dense = experts.layers[1].moe, config.layers[0].feed_forward
+    assert dense is not None
+    experts.layers[1].moe = replace(moe, shared_experts=dense)
+    with pytest.raises(ValueError, match="layer 1: its MoE has a shared expert"):
+        adapt_config(experts)
+    experts.layers[1].moe = replace(moe, routed_experts=replace(moe.routed_experts, inner_experts=dense))
+    with pytest.raises(ValueError, match=r"layer 1: its experts are FeedForward; supported are \['GroupedExper"):
+        adapt_config(experts)
     with pytest.raises(ValueError, match="config is of DeepSeekV3Model; a policy can be made from"):
         adapt_config(deepseekv3_configs["debugmodel"](attn_backend="flex", moe_comm_backend="standard"))
 
@@ -263,22 +272,10 @@ def test_flavours_have_the_stated_size(flavor, size):
     assert sum(p.numel() for p in policy.parameters()) == size
 
 
-def make_gpt_oss_config():
-    """torchtitan's debug model, made small: sinks, a window of 4 tokens in every other layer, biases, experts."""
-    config = gptoss_configs["debugmodel"](moe_comm_backend="standard")
-    config.tok_embeddings.num_embeddings = config.lm_head.out_features = config.vocab_size = 40
-    for layer in config.layers:
-        layer.attention.rope = replace(layer.attention.rope, max_seq_len=64)
-        layer.moe.routed_experts.inner_experts.hidden_dim = 32
-        if layer.attention.sliding_window_size is not None:
-            layer.attention.sliding_window_size = 4
-    return config
-
-
 def test_gpt_oss_attends_layer_by_layer_as_its_own_config_says():
     """torchtitan's rule for sinks, out * sigmoid(lse - sink), on rows of each layer; then a draft on the whole."""
-    config = adapt_config(make_gpt_oss_config())
-    draft = {"hidden_size": 256, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = adapt_config(make_gpt_oss_config(vocab_size=40, max_seq_len=64, num_experts=8, top_k=4, **SIZES))
+    draft = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
     config.draft = Eagle3Config(**draft, head_dim=16, vocab_size=40, target_layer_ids=(0, 1, 3))
     policy = config.build()
     policy.verify_module_protocol()
@@ -293,7 +290,7 @@ def test_gpt_oss_attends_layer_by_layer_as_its_own_config_says():
         assert isinstance(attention, SinkAttention)
         windows.append(attention.inner_attention.window)
         torch.nn.init.normal_(attention.sinks)
-        x = torch.randn(1, tokens.num_tokens, 256)
+        x = torch.randn(1, tokens.num_tokens, 32)
         q, k, v = attention.qkv_linear(x)
         q, k = attention.rope(q, k, tokens.position_ids[None])
         out, lse = ring_attention(
@@ -301,7 +298,7 @@ def test_gpt_oss_attends_layer_by_layer_as_its_own_config_says():
         )
         expected = attention.wo(apply_attention_sink_rescale(out, lse, attention.sinks).flatten(1)[None])
         assert max_error(attention(x, masks, tokens.position_ids[None]), expected) < OP_FLOAT32
-    assert windows == [4, None, 4, None]
+    assert windows == [WINDOW, None, WINDOW, None]
     hidden, rows = run(policy, tokens)
     (policy.lm_head(hidden).square().mean() + rows.hidden.square().mean()).backward()
     for layer in policy.layers.values():
