@@ -39,7 +39,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment  # noqa: E402
 from recipes.metrics_log import MetricsLog, print_table  # noqa: E402
 from recipes.run_info import write_run_info  # noqa: E402
-from specco.drafts.export import save_draft  # noqa: E402
+from specco.drafts.export import save_draft_weights  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.metrics import all_reduce_pairs, compute_means, compute_standard_error, make_pair, sum_rows  # noqa: E402
 from specco.rl.batch import RolloutBatch  # noqa: E402
@@ -47,7 +47,7 @@ from specco.rl.engine import EngineConfig, RolloutEngine, SamplingConfig, derive
 from specco.rl.environment import collect_rollouts  # noqa: E402
 from specco.rl.grpo import GrpoLoss, compute_advantages, summarize_rewards  # noqa: E402
 from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint  # noqa: E402
-from specco.titan.export import read_policy_config, save_policy  # noqa: E402
+from specco.titan.export import read_policy_config, save_policy_weights  # noqa: E402
 from specco.titan.learner import DRAFT_PATTERN, Learner  # noqa: E402
 from specco.titan.registry import make_model_spec  # noqa: E402
 
@@ -285,7 +285,7 @@ class Grpo(Configurable):
         return {f"{prefix}{name}{suffix}": pair for name, pair in pairs.items() if name.startswith("acceptance")}
 
     def _refit(self, version: int) -> None:
-        draft = self.learner.draft_weights() if self.learner.draft is not None else None
+        draft = self.learner.draft_weights() if self.learner.draft_config is not None else None
         self.engine.refit(version=version, policy=self.learner.policy_weights(), draft=draft)
 
     def _validate(self, step: int) -> dict[str, float]:
@@ -309,10 +309,16 @@ class Grpo(Configurable):
 
     def export(self) -> None:
         """Write policy and draft, as transformers and vLLM load them, to the run's folder."""
-        source = self.config.learner.policy_path
-        save_policy(self.learner.policy, self.folder / "policy", tokenizer_path=source, eos_token_id=EOS_ID)
-        if self.learner.draft is not None:
-            save_draft(self.learner.draft, self.folder / "draft")
+        learner, source = self.learner, self.config.learner.policy_path
+        save_policy_weights(
+            learner.policy.config,
+            learner.policy_weights(),
+            self.folder / "policy",
+            tokenizer_path=source,
+            eos_token_id=EOS_ID,
+        )
+        if learner.draft_config is not None:
+            save_draft_weights(learner.draft_config, learner.draft_weights(), self.folder / "draft")
 
 
 def check_losses(metrics: dict[str, float], step: int) -> None:
@@ -340,6 +346,7 @@ def main() -> None:
     job = config.build()
     job.run()
     job.engine.close()
+    job.learner.close()
     dist.destroy_process_group()
 
 

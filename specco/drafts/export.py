@@ -151,31 +151,41 @@ def _build_dspark_keys(config: DSparkConfig) -> dict[str, Any]:
 
 
 def save_draft(draft: Draft, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write ``config.json`` and ``model.safetensors``; the old files stay whole until the new ones are.
-
-    Collective over the meshes of sharded parameters, as ``iterate_weights``; global rank 0 alone writes, and other
-    ranks return without waiting for it.
+    """Write a draft in any layout that this rank is part of; see ``save_draft_weights``.
 
     Args:
-        draft: in any layout.
+        draft: of which ``iterate_weights`` runs through all weights.
         directory: made where it is missing.
         dtype: of the file; None keeps the parameters'.
+    """
+    save_draft_weights(draft.config, iterate_weights(draft, dtype=dtype), directory)
+
+
+def save_draft_weights(config: DraftConfig, weights: Iterator[tuple[str, Tensor]], directory: str | Path) -> None:
+    """Write ``config.json`` and ``model.safetensors``; the old files stay whole until the new ones are.
+
+    Collective where the weights are; global rank 0 alone writes, and other ranks return without waiting for it.
+
+    Args:
+        config: of the draft.
+        weights: all of ``iterate_weights``, on every rank.
+        directory: made where it is missing.
 
     Raises:
         ValueError: see ``build_config``.
     """
     is_writer = not dist.is_initialized() or dist.get_rank() == 0
-    weights = {}
-    for name, weight in iterate_weights(draft, dtype=dtype):
+    held = {}
+    for name, weight in weights:
         if is_writer:
-            weights[name] = weight.cpu().contiguous()
+            held[name] = weight.cpu().contiguous()
     if not is_writer:
         return
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    config = build_config(draft.config, weights["fc.weight"].dtype)
-    _replace_file(directory / WEIGHTS_NAME, lambda path: save_file(weights, path, metadata={"format": "pt"}))
-    _replace_file(directory / CONFIG_NAME, lambda path: path.write_text(json.dumps(config, indent=2) + "\n"))
+    content = build_config(config, held["fc.weight"].dtype)
+    _replace_file(directory / WEIGHTS_NAME, lambda path: save_file(held, path, metadata={"format": "pt"}))
+    _replace_file(directory / CONFIG_NAME, lambda path: path.write_text(json.dumps(content, indent=2) + "\n"))
 
 
 def _replace_file(path: Path, write_fn: Callable[[Path], object]) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,33 @@ def save_policy(
     eos_token_id: int,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the policy as a Hugging Face directory; the whole directory appears at once or not at all.
+    """Write a policy that is no stage of a pipeline; see ``save_policy_weights``."""
+    save_policy_weights(
+        policy.config,
+        named_policy_weights(policy),
+        path,
+        tokenizer_path=tokenizer_path,
+        eos_token_id=eos_token_id,
+        file_bytes=file_bytes,
+    )
+
+
+def save_policy_weights(
+    config: Policy.Config,
+    weights: Iterator[tuple[str, Tensor]],
+    path: str | Path,
+    *,
+    tokenizer_path: str | Path,
+    eos_token_id: int,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a policy as a Hugging Face directory; the whole directory appears at once or not at all.
 
     Collective: every rank must call. Rank 0 writes.
 
     Args:
-        policy: in any layout.
+        config: of the policy.
+        weights: (Hugging Face name, full tensor) of the whole policy, on every rank.
         path: of the directory; one that is there is replaced.
         tokenizer_path: directory whose tokenizer files are copied.
         eos_token_id: token that ends a response.
@@ -113,9 +135,9 @@ def save_policy(
     if is_writer:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    _write_weights(named_policy_weights(policy), part if is_writer else None, file_bytes)
+    dtype = _write_weights(weights, part if is_writer else None, file_bytes)
     if is_writer:
-        _write_json(part / "config.json", make_hf_config(policy, eos_token_id=eos_token_id))
+        _write_json(part / "config.json", make_hf_config(config, dtype=dtype, eos_token_id=eos_token_id))
         _write_json(part / "generation_config.json", {"do_sample": True, "eos_token_id": eos_token_id})
         for name in TOKENIZER_FILES:
             if (Path(tokenizer_path) / name).exists():
@@ -127,8 +149,13 @@ def save_policy(
         dist.barrier()
 
 
-def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path | None, file_bytes: int) -> None:
-    """Drain the iterator; where there is a folder, write it as one file or as numbered ones with an index."""
+def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path | None, file_bytes: int) -> torch.dtype:
+    """Drain the iterator; where there is a folder, write it as one file or as numbered ones with an index.
+
+    Returns:
+        The dtype of the last weight.
+    """
+    dtype = torch.float32
     files: list[dict[str, int]] = []
     room = 0
     held: dict[str, Tensor] = {}
@@ -140,6 +167,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path | None, f
             held.clear()
 
     for name, tensor in weights:
+        dtype = tensor.dtype
         if folder is None:
             continue
         if tensor.nbytes > room:
@@ -149,7 +177,7 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path | None, f
         held[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     close_file()
     if folder is None:
-        return
+        return dtype
     names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     if len(files) == 1:
         names = ["model.safetensors"]
@@ -160,11 +188,11 @@ def _write_weights(weights: Iterator[tuple[str, Tensor]], folder: Path | None, f
         total = sum(sum(sizes.values()) for sizes in files)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+    return dtype
 
 
-def make_hf_config(policy: Policy, *, eos_token_id: int) -> dict[str, Any]:
-    """Return the contents of ``config.json`` for a Qwen3, Qwen3-MoE or Llama 3 policy."""
-    config = policy.config
+def make_hf_config(config: Policy.Config, *, dtype: torch.dtype, eos_token_id: int) -> dict[str, Any]:
+    """Return the contents of ``config.json`` for a Qwen3, Qwen3-MoE or Llama 3 policy with weights of ``dtype``."""
     layer = config.layers[0]
     attention = layer.attention
     common = {
@@ -181,7 +209,7 @@ def make_hf_config(policy: Policy, *, eos_token_id: int) -> dict[str, Any]:
         "rms_norm_eps": config.norm.eps,
         "tie_word_embeddings": config.enable_weight_tying,
         "eos_token_id": eos_token_id,
-        "dtype": str(policy.norm.weight.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     if config.architecture == "llama3":
         own = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
@@ -277,7 +305,7 @@ def read_policy_config(path: str | Path) -> Policy.Config:
 
 
 def load_policy(policy: Policy, path: str | Path) -> None:
-    """Load the weights of a Hugging Face directory into a policy, in any layout, in place.
+    """Load the weights of a Hugging Face directory into a policy or a stage of one, in any layout, in place.
 
     Collective over the policy's meshes: every rank must call, and reads the slices that it keeps, of fused projections
     the whole. The draft is left as it is.
@@ -302,9 +330,11 @@ def load_policy(policy: Policy, path: str | Path) -> None:
 def _check_stored(
     config: Policy.Config, state: dict[str, Tensor], reader: HuggingFaceStorageReader, path: str | Path
 ) -> None:
-    """Compare names and shapes in the files with the policy's; every rank finds the same."""
+    """Compare names and shapes in the files with the whole policy's; every rank finds the same."""
     adapter: Any = _make_adapter(config)
-    whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
+    with torch.device("meta"):
+        whole = replace(config, draft=None).build().state_dict()
+    assert state.keys() <= whole.keys()
     expected = {name: tuple(tensor.shape) for name, tensor in adapter.to_hf(whole).items()}
     stored: dict[str, Any] = reader.read_metadata().state_dict_metadata
     ignored = [name for name, own in adapter.from_hf_map.items() if own is None]

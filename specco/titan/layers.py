@@ -56,13 +56,17 @@ class PolicyEmbedding(Embedding):
     def forward(  # pyrefly: ignore[bad-override]
         self, input: Tensor, *, detached_ids: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the embeddings of ``input``; given ``detached_ids`` ``[B, L]``, also theirs, without gradient."""
+        """Return the embeddings of ``input``; given ``detached_ids`` ``[B, L]``, also theirs, without gradient.
+
+        Under tensor parallelism the former are a DTensor, the latter whole on every rank.
+        """
         embed_fn = self._embed_fn or super().forward
         embeddings = embed_fn(input)
         if detached_ids is None:
             return embeddings
         with torch.no_grad():
-            return embeddings, embed_fn(detached_ids)
+            detached = embed_fn(detached_ids)
+            return embeddings, detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 class AnyDtypeRoPE(CosSinRoPE):

@@ -3,7 +3,8 @@
 A step, on every rank:
 
     counts of all microbatches, reduced once ->
-    for each microbatch: policy forward (taps) -> draft forward -> chunked head -> one backward ->
+    for each microbatch, or in the order of a pipeline's schedule:
+        policy forward (taps) -> draft forward -> chunked head -> one backward ->
     clip the policy's gradients, clip the draft's apart -> one optimizer step -> metrics as (sum, count), reduced once
 """
 
@@ -13,7 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,19 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
 
-from specco.drafts.base import Draft, DraftRows
+from specco.drafts.base import Draft, DraftConfig, DraftRows
 from specco.drafts.export import iterate_weights
 from specco.drafts.load import load_weights
 from specco.metrics import all_reduce_pairs, compute_means, make_pair, sum_acceptance_length_estimates, sum_rows_by_slot
 from specco.ops.layout import PackedLayout
 from specco.packing import PackedTokens
-from specco.titan.attention import PackedMasks
 from specco.titan.checkpoint import load_checkpoint
 from specco.titan.export import load_policy, named_policy_weights
 from specco.titan.head import HeadPlan, HeadStats, PolicyLoss, compute_head_loss
 from specco.titan.parallelize import check_model, check_parallelism
+from specco.titan.pipeline import Boundary, Finish, PolicyPipeline, WholePolicy
 from specco.titan.policy import Policy
+from specco.titan.stages import PipelineShape, PolicyParts, share_weights
 
 DRAFT_PATTERN = r"^draft\."
 """Matches the names of the draft's parameters in the policy's model."""
@@ -91,6 +93,8 @@ class Learner(Configurable):
         """Sampling temperature of the rollouts: the policy's logprobs are taken at it, the teacher's are not."""
         chunk_rows: int = 1024
         """Rows of one lm_head product."""
+        tap_transport: Literal["auto", "shm", "cuda_ipc", "p2p"] = "auto"
+        """How taps reach the draft from other stages of a pipeline; see ``TapChannel``."""
 
         def __post_init__(self) -> None:
             check_parallelism(self.parallelism)
@@ -113,22 +117,35 @@ class Learner(Configurable):
         self.parallel_dims.build_mesh()
         # "batch": ranks with different microbatches; "loss": those and the ranks that hold other rows of the same one
         self.batch_group, self.loss_group = self._get_group("batch"), self._get_group("loss")
-        self.cp_group, self.tp_group = self._get_group("cp"), self._get_group("tp")
+        self.cp_group, self.tp_group, self.pp_group = (self._get_group(axis) for axis in ("cp", "tp", "pp"))
         self.cp_rank = 0 if self.cp_group is None else dist.get_rank(self.cp_group)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         dist_utils.set_determinism(self.parallel_dims, self.device, config.debug, distinct_seed_mesh_dims=["pp"])
         model_config = cast(Policy.Config, config.model_spec.model)
-        self.policy = self._build_policy(model_config)
-        self.draft: Draft | None = self.policy.draft
+        self.stages: PipelineShape | None = None
+        if self.pp_group is not None:
+            self.stages = PipelineShape.build(model_config, config.parallelism, dist.get_rank(self.pp_group))
+        self.policy = self._build_parts(model_config)
+        self.draft: Draft | None = self.policy.parts[-1].draft
         self._load_weights()
-        self.reference: Policy | None = None
+        self.runner = self._build_runner(self.policy, self._compute_loss)
+        self.reference_runner: WholePolicy | PolicyPipeline | None = None
         if config.reference_path:
-            self.reference = self._build_policy(replace(model_config, draft=None, is_frozen=True))
-            load_policy(self.reference, config.reference_path)
-        self.optimizers = config.optimizer.build(model_parts=[self.policy])
+            self.reference = self._build_parts(replace(model_config, draft=None, is_frozen=True))
+            for part in self.reference.parts:
+                load_policy(part, config.reference_path)
+            self.reference_runner = self._build_runner(self.reference, self._keep_reference_logprobs)
+        self.optimizers = self._build_optimizers()
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=config.training.steps)
         self.num_skipped = {"policy": 0, "draft": 0}
         self.num_steps = 0
+        self._results: dict[int, dict[str, Tensor]] = {}
+        self._reference_logprobs: dict[int, Tensor] = {}
+
+    @property
+    def draft_config(self) -> DraftConfig | None:
+        """Of the draft, on whichever stage it is; None where there is none."""
+        return self.policy.config.draft
 
     @property
     def data_parallel_rank(self) -> int:
@@ -145,39 +162,52 @@ class Learner(Configurable):
         mesh = self.parallel_dims.get_optional_mesh(axis)
         return None if mesh is None else mesh.get_group()
 
-    def _build_policy(self, model_config: Policy.Config) -> Policy:
-        config, spec = self.config, self.config.model_spec
-        assert spec is not None
-        model_config.update_from_config(config=config)
-        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-            model = model_config.build()
-        model.verify_module_protocol()
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=self.parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder="",
-        )
-        model.to_empty(device=self.device.type)
-        with torch.no_grad():
-            model.init_weights()
-        return model.train()
+    def _build_parts(self, model_config: Policy.Config) -> PolicyParts:
+        return PolicyParts.build(self.config, model_config, self.parallel_dims, self.stages, self.device)
 
     def _load_weights(self) -> None:
         if self.config.policy_path:
-            load_policy(self.policy, self.config.policy_path)
+            for part in self.policy.parts:
+                load_policy(part, self.config.policy_path)
         if self.draft is not None and self.config.draft_path:
             load_weights(self.draft, self.config.draft_path)
+
+    def _build_runner(self, policy: PolicyParts, finish: Finish) -> WholePolicy | PolicyPipeline:
+        if self.stages is None or self.pp_group is None:
+            return WholePolicy(policy.parts[0], finish)
+        config, tp_mesh = self.config, self.parallel_dims.get_optional_mesh("tp")
+        boundary = Boundary(
+            num_rows=0,
+            width=policy.config.dim,
+            dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+            device=self.device,
+            tp_mesh=tp_mesh,
+            is_sharded=tp_mesh is not None and config.parallelism.enable_sequence_parallel,
+        )
+        return PolicyPipeline(
+            policy,
+            self.stages,
+            boundary,
+            group=self.pp_group,
+            finish=finish,
+            transport=config.tap_transport,
+            timeout_s=config.comm.train_timeout_seconds,
+        )
+
+    def _build_optimizers(self) -> OptimizersContainer:
+        """Return one container for all stages of this rank; a rank without the draft has no group for it."""
+        config = self.config.optimizer
+        if self.stages is not None and self.draft is None:
+            groups = [group for group in config.param_groups if group.pattern != DRAFT_PATTERN]
+            config = replace(config, param_groups=groups)
+        return config.build(model_parts=[cast(nn.Module, self.policy)])
 
     def step(self, microbatches: Sequence[PackedTokens], policy_loss_fn: PolicyLoss) -> dict[str, float]:
         """Take one optimizer step. Collective: every rank must call.
 
         Args:
-            microbatches: this data-parallel rank's share, the same on all its cp and tp peers; data-parallel ranks may
-                hold different numbers of them, or none.
+            microbatches: this data-parallel rank's share, the same on all its cp, tp and pp peers; data-parallel ranks
+                may hold different numbers of them, or none.
             policy_loss_fn: sums of the policy's loss from logprobs and the ``row_values`` of the tokens; the same on
                 every rank.
 
@@ -185,36 +215,42 @@ class Learner(Configurable):
             The step's metrics, the same on every rank. Losses are means over all trained tokens of all ranks.
 
         Raises:
-            ValueError: other microbatches on a cp or tp peer, on every rank.
+            ValueError: other microbatches on a cp, tp or pp peer, on every rank.
         """
         draw_key = (self.config.debug.seed or 0, self.num_steps)
         microbatches = [replace(tokens, draw_key=draw_key) for tokens in microbatches]
         num_microbatches, num_targets, draft_weights = self._count(microbatches)
         draft_total = float(draft_weights.sum())
-        results = []
-        for index in range(num_microbatches):
-            tokens = microbatches[index] if index < len(microbatches) else _nothing_to_train(policy_loss_fn)
-            layout = self.build_layout(tokens)
-            if self.reference is not None:
-                tokens = self._add_reference_logprobs(tokens, layout)
-            plan = HeadPlan(
+        made_up = _nothing_to_train(policy_loss_fn)
+        plans = [
+            HeadPlan(
                 tokens=tokens,
                 policy_loss_fn=policy_loss_fn,
                 policy_scale=1.0 / max(num_targets, 1.0),
                 draft_scale=self.config.draft_weight / draft_total if draft_total > 0 else 0.0,
                 temperature=self.config.temperature,
                 chunk_rows=self.config.chunk_rows,
-                layout=layout,
+                layout=self.build_layout(tokens),
                 group=self.cp_group,
                 tp_group=self.tp_group,
             )
-            results.append(self._forward_backward(plan))
+            for tokens in [*microbatches, *[made_up] * (num_microbatches - len(microbatches))]
+        ]
+        if self.reference_runner is not None:
+            plans = self._add_reference_logprobs(plans, self.reference_runner)
+        self.runner.run(plans, is_training=True)
         metrics = self._get_learning_rates() | self._update()
         self.num_steps += 1
-        return metrics | self._reduce(results)
+        metrics |= self._reduce(self._results)
+        self._results = {}
+        return self._share_metrics(metrics)
 
     def _count(self, microbatches: Sequence[PackedTokens]) -> tuple[int, float, Tensor]:
-        """Return (microbatches of the fullest rank, target tokens of all ranks, draft weights of all ranks by slot)."""
+        """Return (microbatches to run, target tokens of all ranks, draft weights of all ranks by slot).
+
+        A rank runs as many microbatches as the fullest one has, and as the schedule wants. Draft weights are there on
+        the draft's stage alone.
+        """
         num_slots = 0 if self.draft is None else self.draft.num_slots
         sums = torch.zeros(2 + num_slots, dtype=torch.float64, device=self.device)
         sums[0] = self._find_differing_peers(microbatches)
@@ -228,15 +264,18 @@ class Learner(Configurable):
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.batch_group)
         if float(sums[0]) > 0:
             raise ValueError(
-                "microbatches differ between the cp and tp peers of a data-parallel rank; they must be given the same"
+                "microbatches differ between the cp, tp and pp peers of a data-parallel rank; all must get the same"
             )
-        return int(most), float(sums[1]), sums[2:]
+        num_microbatches = max(int(most), 1)
+        if self.stages is not None:
+            num_microbatches = self.stages.round_up(num_microbatches)
+        return num_microbatches, float(sums[1]), sums[2:]
 
     def _find_differing_peers(self, microbatches: Sequence[PackedTokens]) -> float:
         """Return 1 where a peer that trains on the same data was given other microbatches, else 0."""
         digest = float(compute_digest(microbatches) >> 16)  # 48 bits: whole in float64
         differs = 0.0
-        for group in (self.cp_group, self.tp_group):
+        for group in (self.cp_group, self.tp_group, self.pp_group):
             if group is not None:
                 values = torch.tensor([digest, -digest, differs], dtype=torch.float64, device=self.device)
                 dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
@@ -247,46 +286,40 @@ class Learner(Configurable):
         """Return which rows of a microbatch this rank holds."""
         return PackedLayout.build(tokens.cu_seqlens, self.parallel_dims.cp, self.cp_rank)
 
-    def _run_policy(
-        self, policy: Policy, tokens: PackedTokens, layout: PackedLayout
-    ) -> tuple[Tensor, DraftRows | None]:
-        """Return the hidden rows ``[1, T, D]`` of this rank, and the draft's rows or None."""
-        masks = PackedMasks(layout, self.cp_group, is_counted=tokens.is_counted)
-        ids, positions = layout.shard(tokens.input_ids)[None], layout.shard(tokens.position_ids)[None]
-        return cast("tuple[Tensor, DraftRows | None]", policy(ids, positions, masks, packed_tokens=tokens))
+    def _add_reference_logprobs(
+        self, plans: Sequence[HeadPlan], runner: WholePolicy | PolicyPipeline
+    ) -> list[HeadPlan]:
+        """Return the plans, on the last stage with the row value ``reference_logprobs`` of their tokens.
 
-    @torch.no_grad()
-    def _add_reference_logprobs(self, tokens: PackedTokens, layout: PackedLayout) -> PackedTokens:
-        """Return the microbatch with the row value ``reference_logprobs``, 0 but for this rank's trained tokens."""
-        assert self.reference is not None
-        hidden, _ = self._run_policy(self.reference, tokens, layout)
-        plan = HeadPlan(
-            tokens,
-            None,
-            temperature=self.config.temperature,
-            chunk_rows=self.config.chunk_rows,
-            layout=layout,
-            group=self.cp_group,
-            tp_group=self.tp_group,
-        )
-        _, stats = compute_head_loss(self.reference.lm_head, hidden, plan)
-        logprobs = stats.logprobs.new_zeros(tokens.num_tokens)
+        It is 0 but for this rank's trained tokens.
+        """
+        runner.run([replace(plan, policy_loss_fn=None) for plan in plans], is_training=False)
+        found, self._reference_logprobs = self._reference_logprobs, {}
+        extended = []
+        for number, plan in enumerate(plans):
+            values = {"reference_logprobs": found[number]} if runner.is_last else {}
+            tokens = replace(plan.tokens, row_values=plan.tokens.row_values | values)
+            extended.append(replace(plan, tokens=tokens))
+        return extended
+
+    def _keep_reference_logprobs(self, number: int, plan: HeadPlan, hidden: Tensor, rows: DraftRows | None) -> Tensor:
+        loss, stats = compute_head_loss(self.reference.parts[-1].lm_head, hidden, plan)
+        logprobs = stats.logprobs.new_zeros(plan.tokens.num_tokens)
         # a target row speaks of the token that follows it
         logprobs[stats.target_rows + 1] = stats.logprobs
-        return replace(tokens, row_values=tokens.row_values | {"reference_logprobs": logprobs})
+        self._reference_logprobs[number] = logprobs
+        return loss
 
-    def _forward_backward(self, plan: HeadPlan) -> dict[str, Tensor]:
-        """Run one microbatch; return its figures as (sum, count) pairs of this rank."""
-        assert plan.layout is not None
-        hidden, rows = self._run_policy(self.policy, plan.tokens, plan.layout)
-        loss, stats = compute_head_loss(self.policy.lm_head, hidden, plan, self.draft, rows)
-        loss.backward()
+    def _compute_loss(self, number: int, plan: HeadPlan, hidden: Tensor, rows: DraftRows | None) -> Tensor:
+        """Return the loss of one microbatch; keep its figures as (sum, count) pairs of this rank."""
+        loss, stats = compute_head_loss(self.policy.parts[-1].lm_head, hidden, plan, self.draft, rows)
         num_targets = stats.logprobs.numel()
         pairs = {name: make_pair(value, num_targets) for name, value in stats.policy_sums.items()}
-        if rows is None:
-            return pairs
-        assert self.draft is not None
-        return pairs | summarize_draft(self.draft, rows, stats)
+        if rows is not None:
+            assert self.draft is not None
+            pairs |= summarize_draft(self.draft, rows, stats)
+        self._results[number] = pairs
+        return loss
 
     def _update(self) -> dict[str, float]:
         """Clip both gradients apart, skip what is not finite, step; return norms and counts."""
@@ -294,7 +327,13 @@ class Learner(Configurable):
         max_norms = {"policy": self.config.training.max_norm, "draft": self.config.draft_max_norm}
         for name, parameters in self._parameters().items():
             has_experts = name == "policy" and self.parallel_dims.ep_enabled
-            norm = dist_utils.clip_grad_norm_(parameters, max_norms[name], foreach=True, ep_enabled=has_experts)
+            norm = dist_utils.clip_grad_norm_(
+                parameters,
+                max_norms[name],
+                foreach=True,
+                pp_mesh=self.parallel_dims.get_optional_mesh("pp") if name == "policy" else None,
+                ep_enabled=has_experts,
+            )
             metrics[f"grad_norm/{name}"] = float(norm)
             if not math.isfinite(norm):
                 self.num_skipped[name] += 1
@@ -345,21 +384,51 @@ class Learner(Configurable):
         names = ["draft", "policy"] if self.draft is not None else ["policy"]
         return {f"lr/{name}": float(rate) for name, rate in zip(names, rates, strict=True)}
 
-    def _reduce(self, results: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-        """Return the means over all microbatches and ranks; a figure of which nothing was counted is left out."""
-        pairs = {name: torch.stack([result[name] for result in results]).sum(0) for name in results[0]}
+    def _reduce(self, results: dict[int, dict[str, Tensor]]) -> dict[str, float]:
+        """Return the means over all microbatches and ranks; a figure of which nothing was counted is left out.
+
+        There are none but on the last stage.
+        """
+        if not results:
+            return {}
+        parts = [results[number] for number in sorted(results)]
+        pairs = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
         if self.loss_group is not None:
             pairs = all_reduce_pairs(pairs, self.loss_group)
         return compute_means({name: pair for name, pair in pairs.items() if pair[1] > 0})
 
+    def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of the last stage, which alone knows the draft, on every rank of a pipeline."""
+        if self.stages is None:
+            return metrics
+        shared: list[Any] = [metrics]
+        dist.broadcast_object_list(shared, group_src=self.stages.ranks[-1], group=self.pp_group)
+        self.num_skipped = {name: int(shared[0].get(f"skipped/{name}", 0)) for name in self.num_skipped}
+        return shared[0]
+
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) of the policy. Collective: every rank must drain it."""
-        return named_policy_weights(self.policy)
+        if self.stages is None or self.pp_group is None:
+            yield from named_policy_weights(self.policy.parts[0])
+            return
+        own = dict(zip(self.stages.own, self.policy.parts, strict=True))
+        for stage, owner in enumerate(self.stages.ranks):
+            weights = named_policy_weights(own[stage]) if stage in own else None
+            yield from share_weights(weights, owner, self.pp_group)
 
     def draft_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (served name, full tensor) of the draft. Collective: every rank must drain it."""
-        assert self.draft is not None, "this learner has no draft"
-        return iterate_weights(self.draft)
+        assert self.draft_config is not None, "this learner has no draft"
+        weights = None if self.draft is None else iterate_weights(self.draft)
+        if self.stages is not None and self.pp_group is not None:
+            return share_weights(weights, self.stages.ranks[-1], self.pp_group)
+        assert weights is not None
+        return weights
+
+    def close(self) -> None:
+        """Close what a pipeline holds beside its groups. Collective: every rank must call."""
+        if isinstance(self.runner, PolicyPipeline):
+            self.runner.close()
 
 
 def summarize_draft(draft: Draft, rows: DraftRows, stats: HeadStats) -> dict[str, Tensor]:

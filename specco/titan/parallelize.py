@@ -15,6 +15,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from specco.distributed.draft_plan import apply_draft_tp, check_draft_tp
 from specco.drafts.base import Draft
 from specco.titan.policy import Policy
+from specco.titan.stages import SCHEDULES, PipelineShape
 
 
 def parallelize_policy(
@@ -93,7 +94,21 @@ def check_parallelism(parallelism: ParallelismConfig) -> None:
     """
     if parallelism.spmd_backend != "partial_dtensor":
         raise ValueError(f'parallelism.spmd_backend is {parallelism.spmd_backend!r}; allowed is "partial_dtensor"')
-    _check_degrees(parallelism, ("pipeline_parallel",), "the learner")
+    if parallelism.pipeline_parallel_degree > 1:
+        _check_pipeline(parallelism)
+
+
+def _check_pipeline(parallelism: ParallelismConfig) -> None:
+    if parallelism.pipeline_parallel_schedule not in SCHEDULES:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule is {parallelism.pipeline_parallel_schedule!r}; allowed are "
+            f"{', '.join(SCHEDULES)}"
+        )
+    if parallelism.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv is {parallelism.pipeline_parallel_schedule_csv!r}; the "
+            "learner runs schedules by their names alone, as the number of microbatches differs from step to step"
+        )
 
 
 def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
@@ -116,6 +131,8 @@ def check_model(config: Policy.Config, parallelism: ParallelismConfig) -> None:
         raise ValueError(f"the draft has hidden_size={config.draft.hidden_size}; it must be the policy's, {config.dim}")
     if config.draft is not None and tp > 1:
         check_draft_tp(config.draft, tp)
+    if parallelism.pipeline_parallel_degree > 1:
+        PipelineShape.build(config, parallelism, rank=0)
     _check_experts(config, parallelism)
 
 

@@ -7,6 +7,8 @@
 
 Taps are taken between the layers, outside of what activation checkpointing recomputes. The policy's own arithmetic does
 not know whether there is a draft: it reads detached tensors, and its parameters are initialised after the policy's.
+A stage of a pipeline is a policy without the modules of the other stages; the last one has the draft, and is handed the
+taps of the others.
 
 torchtitan's decoders differ by their layers' configs and by their sharding, not by their ``forward``. So one class
 serves Qwen3, Qwen3-MoE, Llama 3 and GPT-OSS, and ``adapt_config`` makes its config from any config of theirs, layer by
@@ -41,6 +43,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.models.utils import get_moe_model_nparams_and_flops
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
+from specco.distributed.taps import Taps
 from specco.drafts.base import Draft, DraftConfig, DraftRows
 from specco.drafts.registry import build_draft
 from specco.ops.layout import PackedLayout
@@ -121,6 +124,8 @@ class Policy(Decoder):
         if config.is_frozen:
             self.requires_grad_(False)
         self.draft: Draft | None = None if config.draft is None else build_draft(config.draft)
+        # the stage that embeds the mask token need not be the one that has the draft
+        self.mask_token_id = None if self.draft is None else self.draft.mask_token_id
         num_layers = len(config.layers)
         if config.draft is not None and config.draft.vocab_size != config.vocab_size:
             raise ValueError(
@@ -148,39 +153,59 @@ class Policy(Decoder):
         positions: Tensor | None = None,
         attention_masks: PackedMasks | None = None,
         packed_tokens: PackedTokens | None = None,
+        taps: Taps | None = None,
     ) -> Tensor | tuple[Tensor, DraftRows | None]:
         """Run the policy as torchtitan's trainer does, or, given ``packed_tokens``, up to the chunked head.
 
         Args:
-            tokens: int64 ``[B, L]``, this rank's rows in layout order.
+            tokens: int64 ``[B, L]``, this rank's rows in layout order; of a stage after the first ``[B, L, D]``, the
+                output of the layer before it.
             positions: int64 ``[B, L]``, position of each token in its document; None: every row is one document.
             attention_masks: of the packed rows; None: one rank, from ``packed_tokens`` or ``positions``.
             packed_tokens: the packed microbatch, global, of which ``tokens`` are this rank's rows.
+            taps: what other stages have sent, by the names of their modules; None where there are none.
 
         Returns:
             Without ``packed_tokens``: logits ``[B, L, V]``, or the final normalised hidden rows ``[B, L, D]`` where
             ``_skip_lm_head`` is set. With them: the hidden rows, under tensor parallelism a DTensor, whole on every
-            rank of "tp", and the draft's rows or None where there is no draft.
+            rank of "tp", and the draft's rows or None where there is no draft. Of a stage before the last: the output
+            ``[B, L, D]`` of its last layer.
         """
         if attention_masks is None:
             attention_masks = _build_masks(tokens, positions, packed_tokens)
         draft = None if packed_tokens is None else self.draft
-        tapped = set() if draft is None else {str(layer_id) for layer_id in draft.target_layer_ids}
-        h, mask_embedding = self._embed(tokens, None if draft is None else draft.mask_token_id)
-        embeddings = h.detach()
-        taps = []
+        rows = {} if taps is None else dict(taps.rows)
+        wanted = {EMBEDDING, *map(get_layer_name, draft.target_layer_ids)} if draft is not None else set()
+
+        def keep(name: str, output: Tensor) -> None:
+            if name in wanted:
+                rows[name] = _flatten_local(output)
+
+        h, mask_embedding = self._embed(tokens, None if packed_tokens is None else self.mask_token_id)
+        keep(self._get_input_name(), h)
         for name, layer in self.layers.items():
             h = layer(h, attention_masks, positions)
-            if name in tapped:
-                taps.append(h.detach())
-        h = self.norm(h) if self.norm is not None else h
+            keep(get_layer_name(name), h)
+        if self.lm_head is None:
+            return h
+        hidden = h if self.norm is None else self.norm(h)
         if packed_tokens is None:
-            return h if self._skip_lm_head or self.lm_head is None else self.lm_head(h)
+            return hidden if self._skip_lm_head else self.lm_head(hidden)
         if draft is None:
-            return h, None
+            return hidden, None
+        if taps is not None and draft.mask_token_id is not None:
+            mask_embedding = taps.step_rows[EMBEDDING][0]
+        tapped = torch.cat([rows[get_layer_name(layer_id)] for layer_id in draft.target_layer_ids], dim=-1)
+        tapped, embeddings = _gather_rows(tapped, h), _gather_rows(rows[EMBEDDING], h)
         layout, group = attention_masks.layout, attention_masks.group
-        rows = (_gather_rows(torch.cat(taps, dim=-1)), _gather_rows(embeddings))
-        return h, draft(*rows, packed_tokens, layout, group, mask_embedding)
+        return hidden, draft(tapped, embeddings, packed_tokens, layout, group, mask_embedding)
+
+    def _get_input_name(self) -> str:
+        """Return the tap that is the input of the first layer here."""
+        if self.tok_embeddings is not None:
+            return EMBEDDING
+        first = min((int(name) for name in self.layers), default=len(self.config.layers))
+        return get_layer_name(first - 1)
 
     def _embed(self, tokens: Tensor, mask_token_id: int | None) -> tuple[Tensor, Tensor | None]:
         """Return (embeddings of the tokens, detached embedding ``[D]`` of the mask token or None)."""
@@ -189,12 +214,32 @@ class Policy(Decoder):
         if mask_token_id is None:
             return self.tok_embeddings(tokens), None
         h, masks = self.tok_embeddings(tokens, detached_ids=tokens.new_tensor([[mask_token_id]]))
-        return h, _gather_rows(masks)[0]
+        return h, masks[0, 0]
 
 
-def _gather_rows(x: Tensor) -> Tensor:
-    """Return detached rows ``[T, D]`` of ``[B, L, D]``, also those that sequence parallelism keeps on other ranks."""
-    return (x.full_tensor() if isinstance(x, DTensor) else x).flatten(0, 1)
+EMBEDDING = "tok_embeddings"
+"""Name of the embedding in the policy, and of its tap."""
+
+
+def get_layer_name(layer_id: int | str) -> str:
+    """Return the name of a layer in the policy, and of its tap."""
+    return f"layers.{layer_id}"
+
+
+def _flatten_local(x: Tensor) -> Tensor:
+    """Return the detached rows ``[rows, D]`` that this rank holds of ``[B, L, D]``."""
+    x = x.detach()
+    return (x.to_local() if isinstance(x, DTensor) else x).flatten(0, 1)
+
+
+def _gather_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """Return all rows ``[T, width]`` of which this rank holds ``rows``, as it holds those of ``like`` ``[1, T, D]``."""
+    if not isinstance(like, DTensor):
+        return rows
+    shape = torch.Size((1, like.shape[1], rows.shape[1]))
+    stride = (shape[1] * shape[2], shape[2], 1)
+    whole = DTensor.from_local(rows[None], like.device_mesh, like.placements, shape=shape, stride=stride)
+    return whole.full_tensor()[0]
 
 
 def _build_masks(tokens: Tensor, positions: Tensor | None, packed_tokens: PackedTokens | None) -> PackedMasks:

@@ -31,6 +31,9 @@ SCRIPT = Path(__file__).parents[1] / "helpers" / "run_learner.py"
 FAMILIES = ("joint", "dflash", "dspark")
 MICROBATCHES = ("microbatches", "microbatches2", "microbatches4")
 FEW_TARGETS = ("few_targets", "dspark_few_targets")
+SCHEDULES = ("gpipe", "interleaved", "bfs", "zb", "zbv", "dualpipe")
+"""Schedules of pipelines beside 1F1B, as layouts call them."""
+
 LAYOUT_RUNS = {
     "dp_replicate2": FAMILIES,
     "cp2": (*FAMILIES, *FEW_TARGETS, *MICROBATCHES, "permuted", "checkpointed", "kl"),
@@ -40,6 +43,11 @@ LAYOUT_RUNS = {
     "fsdp2_cp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "differing_peers"),
     "fsdp2_tp2": (*FAMILIES, "lopsided"),
     "cp2_tp2": (*FAMILIES, *FEW_TARGETS, "nan_draft", "nan_policy"),
+    "pp2": (*FAMILIES, *FEW_TARGETS, "microbatches", "checkpointed", "kl", "nan_draft", "nan_policy"),
+    **{f"pp2_{name}": ("joint", "dspark_microbatches") for name in SCHEDULES},
+    "fsdp2_pp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "microbatches", "differing_peers"),
+    "cp2_pp2": (*FAMILIES, *FEW_TARGETS),
+    "tp2_pp2": (*FAMILIES, *FEW_TARGETS, "kl"),
 }
 """Runs of each layout beside "1" and "fsdp2", which have all of ``VARIANTS``."""
 
@@ -51,8 +59,11 @@ RESUMED_RUNS = [
     ("tp2", "dspark_resumed"),
     ("fsdp2_cp2", "dspark_resumed"),
     ("cp2_tp2", "resumed"),
+    ("pp2", "dspark_resumed"),
+    ("tp2_pp2", "resumed"),
+    ("cp4", "resumed_from_stages"),
 ]
-"""Runs that go on from a checkpoint that "fsdp2" has saved."""
+"""Runs that go on from a checkpoint that "fsdp2" has saved, or "pp2" in two stages."""
 
 MODEL_RUNS = [
     ("ep2", "moe"),
@@ -69,14 +80,17 @@ MODEL_RUNS = [
     ("cp2_tp2", "llama3"),
     ("cp2", "gptoss"),
     ("cp2_tp2", "gptoss"),
+    ("ep2_pp2", "moe"),
+    ("ep2_pp2", "moe_dflash"),
 ]
 """Runs of policies with experts, of Llama 3 and of GPT-OSS, whose layers have sinks, windows and experts."""
 
-TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp", "ep2", "tp2_ep2", "tp2_ep2_no_sp")
+PIPELINES = ("pp2", *(f"pp2_{name}" for name in SCHEDULES))
+TWO_RANKS = ("dp_replicate2", "cp2", "tp2", "tp2_no_sp", "ep2", "tp2_ep2", "tp2_ep2_no_sp", *PIPELINES)
 
 RUNS = {
     1: [f"1/{name}" for name in (*VARIANTS, *MODEL_VARIANTS)],
-    2: [f"fsdp2/{name}" for name in (*VARIANTS, "saved", "dspark_saved")],
+    2: [*(f"fsdp2/{name}" for name in (*VARIANTS, "saved", "dspark_saved")), "pp2/saved_in_stages"],
     4: [],
 }
 """Runs by number of ranks, in this order."""
@@ -226,7 +240,7 @@ def check_equals_one_rank(runs: Path, layout: str, name: str, reference: str) ->
 
 @pytest.mark.parametrize(("layout", "name"), RESUMED_RUNS)
 def test_resume_in_another_layout(runs: Path, layout: str, name: str) -> None:
-    """Saved at fsdp 2 after one step; the two steps after are those of a run without the stop."""
+    """Saved at fsdp 2 or pp 2 after one step; the two steps after are those of a run without the stop."""
     expected, expected_metrics = load(runs, "1", "dspark" if name.startswith("dspark") else "joint")
     actual, metrics = load(runs, layout, name)
     assert actual.keys() == {tensor for tensor in expected if not tensor.startswith("grad/0/")}
@@ -238,7 +252,7 @@ def test_resume_in_another_layout(runs: Path, layout: str, name: str) -> None:
             assert math.isclose(row[key], value, rel_tol=1e-9, abs_tol=1e-12), (key, row[key], value)
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "cp4", "fsdp2_cp2", "cp2_tp2"])
+@pytest.mark.parametrize("layout", ["fsdp2", "cp4", "fsdp2_cp2", "cp2_tp2", "pp2", "tp2_pp2"])
 def test_clipping_is_at_work_and_apart(runs: Path, layout: str) -> None:
     joint, metrics = load(runs, layout, "joint")
     for part, max_norm in {"policy": 0.05, "draft": 0.5}.items():
@@ -248,7 +262,7 @@ def test_clipping_is_at_work_and_apart(runs: Path, layout: str) -> None:
         torch.testing.assert_close(norm, torch.tensor(max_norm, dtype=norm.dtype), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2"])
+@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2", "pp2"])
 def test_bad_draft_gradient_skips_the_draft_alone(runs: Path, layout: str) -> None:
     """The second step's draft gradient is NaN: the policy moves as if nothing had happened, the draft stays."""
     alone, _ = load(runs, layout, "alone")
@@ -259,7 +273,7 @@ def test_bad_draft_gradient_skips_the_draft_alone(runs: Path, layout: str) -> No
     assert all(torch.equal(broken[name], value) for name, value in alone.items())
 
 
-@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2"])
+@pytest.mark.parametrize("layout", ["1", "fsdp2", "cp2_tp2", "pp2"])
 def test_bad_policy_gradient_skips_the_policy(runs: Path, layout: str) -> None:
     broken, metrics = load(runs, layout, "nan_policy")
     assert [row["skipped/policy"] for row in metrics] == [0, 1, 1]
@@ -280,8 +294,9 @@ def test_kl_to_the_reference_starts_at_zero_and_grows(runs: Path, layout: str) -
     assert any(not torch.equal(with_kl[n], v) for n, v in joint.items() if n.startswith("grad/2/layers."))
 
 
-def test_differing_peers_are_refused_by_every_rank(runs: Path) -> None:
-    """One cp peer is given its documents in another order; ranks of the other data-parallel rank raise as well."""
-    _, messages = load(runs, "fsdp2_cp2", "differing_peers")
+@pytest.mark.parametrize("layout", ["fsdp2_cp2", "fsdp2_pp2"])
+def test_differing_peers_are_refused_by_every_rank(runs: Path, layout: str) -> None:
+    """One peer is given its documents in another order; ranks of the other data-parallel rank raise as well."""
+    _, messages = load(runs, layout, "differing_peers")
     assert len(messages) == 4
     assert all("microbatches differ" in message for message in messages)

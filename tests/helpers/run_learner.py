@@ -58,6 +58,17 @@ LAYOUTS = {
     "fsdp2_tp2": {"tensor_parallel_degree": 2},
     "cp2_tp2": {"context_parallel_degree": 2, "tensor_parallel_degree": 2},
     "ep2": {"expert_parallel_degree": 2},
+    "pp2": {"pipeline_parallel_degree": 2},
+    "pp2_gpipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "GPipe"},
+    "pp2_interleaved": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+    "pp2_bfs": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS"},
+    "pp2_zb": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "InterleavedZeroBubble"},
+    "pp2_zbv": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+    "pp2_dualpipe": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"},
+    "fsdp2_pp2": {"pipeline_parallel_degree": 2},
+    "cp2_pp2": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
+    "tp2_pp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "ep2_pp2": {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2},
     "fsdp2_cp2_ep2": {"context_parallel_degree": 2, "expert_parallel_degree": 2},
     "tp2_ep2": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     "tp2_ep2_no_sp": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "enable_sequence_parallel": False},
@@ -115,6 +126,8 @@ CHECKPOINT_VARIANTS = {
     "resumed": {"is_resumed": True},
     "dspark_saved": {"family": "dspark", "is_saved": True},
     "dspark_resumed": {"family": "dspark", "is_resumed": True},
+    "saved_in_stages": {"is_saved": True, "checkpoints": "stages"},
+    "resumed_from_stages": {"is_resumed": True, "checkpoints": "stages"},
 }
 """Runs that end after the first step with a checkpoint, and runs that go on from it, in whatever layout."""
 
@@ -217,7 +230,7 @@ def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name:
         loss, changes["reference_path"] = GrpoLoss(kl_coef=0.1), policy_path
     is_saved, is_resumed = changes.pop("is_saved", False), changes.pop("is_resumed", False)
     family = changes.pop("family", "eagle3")
-    draft_path, checkpoints = f"{draft_path}/{family}", out.parent / "checkpoints" / family
+    draft_path, checkpoints = f"{draft_path}/{family}", out.parent / "checkpoints" / changes.pop("checkpoints", family)
     learner = build_learner(policy_path, draft_path, layout, changes.pop("has_draft", True), **changes)
     parameters = {canonical_fqn(n): p for n, p in learner.policy.named_parameters()}
     if is_resumed:
@@ -235,8 +248,8 @@ def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name:
     for optimizer in learner.optimizers:
         optimizer.register_step_pre_hook(save_gradients)
     if poisoned is not None:
-        parameter = next(p for n, p in parameters.items() if n.startswith(poisoned))
-        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
+        for parameter in [p for n, p in parameters.items() if n.startswith(poisoned)][:1]:  # none on other stages
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(poison(p.grad)))
     for step in range(learner.num_steps, 1 if is_saved else NUM_STEPS):
         metrics.append(learner.step(make_microbatches(learner, step, **batch), loss))
     if is_saved:
@@ -246,10 +259,34 @@ def run_variant(policy_path: str, draft_path: str, out: Path, layout: str, name:
     for buffer_name, buffer in learner.policy.named_buffers():
         if buffer_name.endswith("tokens_per_expert_E"):
             tensors[f"count/{canonical_fqn(buffer_name)}"] = sum_counts(learner, buffer)
+    learner.close()
+    for served_name, weight in list_served_weights(learner):
+        tensors[f"served/{served_name}"] = weight.clone()
+    tensors = gather_stages(learner, tensors)
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         save_file(tensors, out / f"{name}.safetensors")
         (out / f"{name}.json").write_text(json.dumps(metrics))
+
+
+def list_served_weights(learner: Learner) -> list[tuple[str, torch.Tensor]]:
+    """Return what an engine is given of policy and draft; every rank must be given the same."""
+    weights = list(learner.policy_weights()) if learner.policy.config.architecture == "qwen3" else []
+    if learner.draft_config is not None:
+        weights += [(f"draft.{name}", weight) for name, weight in learner.draft_weights()]
+    sums = [None] * dist.get_world_size()
+    dist.all_gather_object(sums, [(name, weight.double().sum().item()) for name, weight in weights])
+    assert all(other == sums[0] for other in sums), "ranks serve different weights"
+    return weights
+
+
+def gather_stages(learner: Learner, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all stages of a pipeline."""
+    if learner.pp_group is None:
+        return tensors
+    parts: list[dict[str, torch.Tensor]] = [{}] * learner.pp_group.size()
+    dist.all_gather_object(parts, tensors, group=learner.pp_group)
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def sum_counts(learner: Learner, buffer: torch.Tensor) -> torch.Tensor:

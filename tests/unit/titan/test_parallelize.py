@@ -10,11 +10,14 @@ from specco.titan.parallelize import check_model, check_parallelism, check_train
 from specco.titan.registry import make_model_spec
 from specco.titan.sizes import make_policy_config
 
+PIPELINE = {"pipeline_parallel_degree": 2}
+
 
 @pytest.mark.parametrize(
     ("check", "changes", "message"),
     [
-        (check_parallelism, {"pipeline_parallel_degree": 2}, "pipeline_parallel_degree is 2; the learner supports 1"),
+        (check_parallelism, PIPELINE | {"pipeline_parallel_schedule": "1f1b"}, "schedule is '1f1b'; allowed are GPipe"),
+        (check_parallelism, PIPELINE | {"pipeline_parallel_schedule_csv": "order.csv"}, "schedule_csv is 'order.csv'"),
         (check_parallelism, {"spmd_backend": "full_dtensor"}, "spmd_backend is 'full_dtensor'"),
         (check_trainer_parallelism, {"context_parallel_degree": 4}, "context_parallel_degree is 4; torchtitan's Train"),
         (check_trainer_parallelism, {"tensor_parallel_degree": 2}, "tensor_parallel_degree is 2; torchtitan's Train"),
@@ -26,7 +29,11 @@ def test_degrees_are_refused(check, changes: dict, message: str) -> None:
 
 
 def test_degrees_of_the_learner_are_allowed() -> None:
-    degrees = {"context_parallel_degree": 4, "tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}
+    degrees = {
+        "context_parallel_degree": 4,
+        "tensor_parallel_degree": 2,
+        "data_parallel_replicate_degree": 2,
+    } | PIPELINE
     check_parallelism(ParallelismConfig(spmd_backend="partial_dtensor", **degrees))
 
 

@@ -153,7 +153,7 @@ def test_taps_are_detached_layer_outputs_in_order(is_checkpointed):
 
 def test_a_draft_with_masks_is_given_their_embedding_detached():
     policy = build()
-    policy.draft = RecordingDraft((1,), mask_token_id=39)
+    policy.draft, policy.mask_token_id = RecordingDraft((1,), mask_token_id=39), 39
     run(policy, make_tokens())
     ((_, embeddings, *_, mask_embedding),) = policy.draft.calls
     assert torch.equal(mask_embedding, policy.tok_embeddings.weight[39])
