@@ -128,10 +128,31 @@ def qwen3_235b_a22b_dflash() -> Learner.Config:
     )
 
 
+QWEN3_8B_STAGES = {"data_parallel_shard": 1, "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
+
+
+def qwen3_8b_eagle3_pp2() -> Learner.Config:
+    """Qwen3-8B with EAGLE-3 on 8 GPUs: tp2 x pp2 x cp2."""
+    return make_learner_config("8B", Eagle3Config, intermediate_size=12288, **QWEN3_8B_STAGES)
+
+
+def qwen3_8b_dflash_pp2() -> Learner.Config:
+    """Qwen3-8B with DFlash on 8 GPUs: tp2 x pp2 x cp2."""
+    return make_learner_config("8B", DFlashConfig, intermediate_size=12288, **QWEN3_8B_STAGES)
+
+
+def qwen3_8b_dspark_pp2() -> Learner.Config:
+    """Qwen3-8B with DSpark on 8 GPUs: tp2 x pp2 x cp2."""
+    return make_learner_config("8B", DSparkConfig, intermediate_size=12288, **QWEN3_8B_STAGES)
+
+
 CONFIGS = {
     "qwen3_8b_eagle3": qwen3_8b_eagle3,
     "qwen3_8b_dflash": qwen3_8b_dflash,
     "qwen3_8b_dspark": qwen3_8b_dspark,
+    "qwen3_8b_eagle3_pp2": qwen3_8b_eagle3_pp2,
+    "qwen3_8b_dflash_pp2": qwen3_8b_dflash_pp2,
+    "qwen3_8b_dspark_pp2": qwen3_8b_dspark_pp2,
     "qwen3_30b_a3b_dflash": qwen3_30b_a3b_dflash,
     "qwen3_235b_a22b_dflash": qwen3_235b_a22b_dflash,
 }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from torchtitan.config.manager import custom_registry  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 
 from recipes.carry import EOS_ID, MAX_RESPONSE_TOKENS, CarryEnvironment  # noqa: E402
-from recipes.metrics_log import MetricsLog, print_table  # noqa: E402
+from recipes.metrics_log import MetricsLog, check_losses, print_table  # noqa: E402
 from recipes.run_info import write_run_info  # noqa: E402
 from specco.drafts.export import save_draft_weights  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
@@ -319,17 +318,6 @@ class Grpo(Configurable):
         )
         if learner.draft_config is not None:
             save_draft_weights(learner.draft_config, learner.draft_weights(), self.folder / "draft")
-
-
-def check_losses(metrics: dict[str, float], step: int) -> None:
-    """Stop a run whose loss is lost; gradients that overflow alone are skipped and counted by the learner.
-
-    Raises:
-        FloatingPointError: a loss that is no finite number, the same on every rank.
-    """
-    for name in ("policy_loss", "draft_loss"):
-        if not math.isfinite(metrics.get(name, 0.0)):
-            raise FloatingPointError(f"{name} is {metrics[name]} at step {step}; the last checkpoint is from before it")
 
 
 @record

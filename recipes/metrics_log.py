@@ -86,3 +86,14 @@ def _format(value: Any) -> str:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer() and abs(value) < 1e9):
         return f"{int(value)}"
     return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.3f}"
+
+
+def check_losses(metrics: dict[str, float], step: int) -> None:
+    """Stop a run whose loss is lost; gradients that overflow alone are skipped and counted by the learner.
+
+    Raises:
+        FloatingPointError: a loss that is no finite number, the same on every rank.
+    """
+    for name in ("policy_loss", "draft_loss"):
+        if not math.isfinite(metrics.get(name, 0.0)):
+            raise FloatingPointError(f"{name} is {metrics[name]} at step {step}; the last checkpoint is from before it")

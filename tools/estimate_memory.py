@@ -25,6 +25,7 @@ from specco.drafts.block import BlockConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.titan.learner import Learner
 from specco.titan.policy import Policy
+from specco.titan.stages import PipelineShape
 
 GIB = 2**30
 ACCUMULATOR_BYTES = 4
@@ -33,14 +34,20 @@ FORMULAS = {
     "weights": "master parameters / ranks that share them",
     "gradients": "as weights",
     "optimizer": "AdamW: 2 x weights",
-    "gathered": "2 largest layers + embedding + head + draft, in compute dtype, / tp (experts / ep)",
-    "activations": "layers x T x D / tp, recomputed: + 2 x what one layer saves",
+    "gathered": "2 largest layers + embedding + head + draft, in compute dtype, / tp (experts / ep); "
+    "pp > 1: the whole stage, and its gradients in reduce dtype",
+    "activations": "microbatches in flight x layers x T x D / tp, recomputed: + 2 x what one layer saves",
     "draft": "(passes or layers + 1) x draft rows x what a draft layer saves",
     "head": "chunk rows x V / tp x (compute bytes + 3 x 4)",
-    "taps": "T x D x (taps + embeddings)",
+    "taps": "T x D x (taps + embeddings); pp > 1: + a slot x T x D / tp for each sent tap and microbatch in flight",
+    "pipeline": "pp > 1: microbatches x T x D / tp, each way",
     "ring": "cp > 1: 2 buffers of [2, T, K / tp, H], in compute dtype and in float32",
 }
-"""T: rows of one GPU, tokens / cp. D, V, K, H: width, vocabulary, key heads, head size."""
+"""T: rows of one GPU, tokens / cp. D, V, K, H: width, vocabulary, key heads, head size.
+
+Of a pipeline the figures are those of the rank that needs most, under 1F1B: stage i of n has n - i microbatches in
+flight, and two microbatches a stage are assumed.
+"""
 
 
 def estimate(config: Learner.Config, tokens: int, *, document_tokens: int = 4096) -> dict[str, float]:
@@ -59,33 +66,64 @@ def estimate(config: Learner.Config, tokens: int, *, document_tokens: int = 4096
         raise ValueError("parallelism.data_parallel_shard_degree is -1; an estimate needs it stated")
     if not isinstance(config.activation_checkpoint, FullAC.Config):
         raise ValueError("activation_checkpoint is not FullAC.Config; activations are estimated for that alone")
+    if parallelism.pipeline_parallel_degree > 1 and parallelism.pipeline_parallel_schedule != "1F1B":
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule is {parallelism.pipeline_parallel_schedule!r}; an estimate "
+            'supports "1F1B"'
+        )
     policy = build_on_meta(config)
+    if parallelism.pipeline_parallel_degree == 1:
+        return _estimate_stage(config, policy, None, tokens, document_tokens)
+    ranks = range(parallelism.pipeline_parallel_degree)
+    shapes = [PipelineShape.build(policy.config, parallelism, rank) for rank in ranks]
+    stages = [_estimate_stage(config, shape.cut(policy)[0], shape, tokens, document_tokens) for shape in shapes]
+    return max(stages, key=lambda parts: sum(parts.values()))
+
+
+def _estimate_stage(
+    config: Learner.Config, part: Policy, shape: PipelineShape | None, tokens: int, document_tokens: int
+) -> dict[str, float]:
+    """Return the bytes of a rank that has ``part``: the whole policy, or one stage of it."""
+    parallelism, training = config.parallelism, config.training
     tp, cp, ep = (getattr(parallelism, f"{axis}_parallel_degree") for axis in ("tensor", "context", "expert"))
     fsdp = parallelism.data_parallel_shard_degree * cp
-    master = TORCH_DTYPE_MAP[config.training.dtype].itemsize
-    compute = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize
+    master = TORCH_DTYPE_MAP[training.dtype].itemsize
+    compute = TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     # experts have all ranks of "fsdp" and "tp": those of "ep" and those that are left, "efsdp"
     num_ranks = {"": fsdp, "tp": fsdp * tp, "ep": fsdp * tp}
-    kept = sum(parameter.numel() / num_ranks[axis] for _, parameter, axis in iterate_cuts(policy))
+    kept = sum(parameter.numel() / num_ranks[axis] for _, parameter, axis in iterate_cuts(part))
     rows = math.ceil(tokens / cp)
-    model, draft = cast(Policy.Config, policy.config), policy.config.draft
+    model, draft = part.config, part.config.draft
     assert draft is not None
     kv_width = max(a.n_kv_heads * a.head_dim for a in (layer.attention for layer in model.layers))
     kv_width = max(kv_width, draft.num_key_value_heads * draft.head_dim) / tp
     saved = max(count_saved(layer, rows, tp, ep) for layer in model.layers)
-    sequence_cut = tp if parallelism.enable_sequence_parallel else 1
-    draft_rows, num_runs = count_draft_rows(draft, rows, document_tokens)
-    return {
+    boundary = compute * rows * model.dim / (tp if parallelism.enable_sequence_parallel else 1)
+    parts = dict.fromkeys(FORMULAS, 0.0) | {
         "weights": master * kept,
         "gradients": master * kept,
         "optimizer": 2 * master * kept,
-        "gathered": compute * count_gathered(policy, tp, ep),
-        "activations": compute * (len(model.layers) * rows * model.dim / sequence_cut + 2 * saved),
-        "draft": compute * (num_runs + 1) * draft_rows * count_saved_by_draft(draft, tp),
-        "head": config.chunk_rows * model.vocab_size / tp * (compute + 3 * ACCUMULATOR_BYTES),
-        "taps": compute * rows * model.dim * (len(draft.target_layer_ids) + 1),
+        "gathered": compute * count_gathered(part, tp, ep),
+        "activations": len(part.layers) * boundary + 2 * compute * saved,
         "ring": 2 * 2 * rows * kv_width * (compute + ACCUMULATOR_BYTES) if cp > 1 else 0.0,
     }
+    if part.draft is not None:
+        draft_rows, num_runs = count_draft_rows(draft, rows, document_tokens)
+        parts["draft"] = compute * (num_runs + 1) * draft_rows * count_saved_by_draft(draft, tp)
+        parts["head"] = config.chunk_rows * model.vocab_size / tp * (compute + 3 * ACCUMULATOR_BYTES)
+        parts["taps"] = compute * rows * model.dim * (len(draft.target_layer_ids) + 1)
+    if shape is not None:
+        (stage,) = shape.own
+        in_flight = shape.num_stages - stage
+        degrees = {"": 1, "tp": tp, "ep": ep}
+        whole = sum(parameter.numel() / degrees[axis] for _, parameter, axis in iterate_cuts(part))
+        parts["gathered"] = whole * (compute + TORCH_DTYPE_MAP[training.mixed_precision_reduce].itemsize)
+        parts["activations"] = in_flight * len(part.layers) * boundary + 2 * compute * saved
+        num_ways = (stage > 0) + (stage < shape.num_stages - 1)
+        parts["pipeline"] = num_ways * 2 * shape.num_stages * boundary
+        if part.draft is not None:
+            parts["taps"] += sum(boundary * (shape.num_stages - tap.stage) for tap in shape.list_taps(model))
+    return parts
 
 
 def build_on_meta(config: Learner.Config) -> Policy:

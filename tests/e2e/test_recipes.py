@@ -21,6 +21,7 @@ from specco.drafts.export import save_draft
 from specco.drafts.registry import build_draft
 
 ROOT = Path(__file__).parents[2]
+PIPELINE = "--learner.parallelism.pipeline_parallel"
 PRETRAIN = ["-m", "specco.titan.train", "--module", "recipes.pretrain", "--config"]
 
 
@@ -76,19 +77,30 @@ def test_rows_are_complete(folder: Path) -> None:
     assert rows[3]["validation_acceptance_length"] != rows[3]["validation_acceptance_length_start_draft"]
 
 
+@pytest.fixture(scope="module")
+def one_step(folder: Path) -> None:
+    """One step of the job, data-parallel, in ``runs/one_step``."""
+    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "one_step", "--steps", "1")
+
+
 @pytest.mark.timeout(900)
-def test_context_parallel_run_repeats_the_data_parallel_one(folder: Path) -> None:
-    """Same engines, prompts and seeds: the same first rollouts, and from them the same update."""
-    options = ["--name", "smoke_cp", "--steps", "1", "--learner.parallelism.context_parallel_degree", "2"]
+@pytest.mark.parametrize("axis", ["context_parallel", "pipeline_parallel"])
+def test_other_layouts_repeat_the_data_parallel_run(folder: Path, one_step: None, axis: str) -> None:
+    """Same engines, prompts and seeds: the same first rollouts, and from them the same update and exports."""
+    options = ["--name", axis, "--steps", "1", f"--learner.parallelism.{axis}_degree", "2"]
     run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", *options)
     rows, expected = (
         [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-        for name in ("smoke_cp", "smoke")
+        for name in (axis, "one_step")
     )
     for name in ("reward", "response_tokens", "acceptance_length"):
         assert rows[1][name] == expected[1][name]
     for name in ("policy_loss", "draft_loss", "grad_norm/policy", "grad_norm/draft", "acceptance_length_estimate"):
         assert math.isclose(rows[1][name], expected[1][name], rel_tol=1e-4, abs_tol=1e-6), name
+    for model in ("policy", "draft"):
+        weights, others = (load_file(folder / f"runs/{n}/{model}/model.safetensors") for n in (axis, "one_step"))
+        assert weights.keys() == others.keys()
+        assert all(torch.allclose(weight, others[n], atol=1e-4) for n, weight in weights.items())
 
 
 def test_table_and_tensorboard_are_there(folder: Path) -> None:
@@ -192,7 +204,7 @@ def test_block_drafts_resume_to_the_same_rows(folder: Path) -> None:
     [
         (["--learner.policy_path", "nowhere"], "nowhere"),
         (["--group_size", "1"], "group_size is 1"),
-        (["--learner.parallelism.pipeline_parallel_degree", "2"], "pipeline_parallel_degree is 2"),
+        ([f"{PIPELINE}_degree", "2", f"{PIPELINE}_schedule", "1f1b"], "pipeline_parallel_schedule is '1f1b'"),
         (["--stepz", "3"], "stepz"),
     ],
 )

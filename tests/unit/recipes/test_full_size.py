@@ -1,10 +1,14 @@
 """Full-size configs build on the meta device, and have the number of parameters that their sizes say."""
 
+import re
+
 import pytest
 import torch
+from torchtitan.config.configs import ParallelismConfig
 
 from recipes.full_size import CONFIGS, spread_layers
 from specco.titan.policy import Policy
+from specco.titan.stages import PipelineShape
 
 VOCAB, HEAD = 151936, 128
 
@@ -49,11 +53,22 @@ def test_config_builds_on_meta_with_the_right_size(name: str) -> None:
     assert isinstance(policy, Policy)
     policy.verify_module_protocol()
     sizes = {True: 0, False: 0}
-    for parameter_name, parameter in policy.named_parameters():
-        sizes[parameter_name.startswith("draft.")] += parameter.numel()
+    for part in cut(policy, CONFIGS[name]().parallelism):
+        for parameter_name, parameter in part.named_parameters():
+            sizes[parameter_name.startswith("draft.")] += parameter.numel()
+    name = re.sub(r"_pp\d$", "", name)
     by_hand, published = POLICIES[name.rpartition("_")[0]]
     assert sizes[False] == by_hand == published
     assert sizes[True] == count_draft(name)
+
+
+def cut(policy: Policy, parallelism: ParallelismConfig) -> list[Policy]:
+    """Return the stages of all ranks of a pipeline, or the policy itself."""
+    degree = parallelism.pipeline_parallel_degree
+    if degree == 1:
+        return [policy]
+    shapes = [PipelineShape.build(policy.config, parallelism, rank) for rank in range(degree)]
+    return [part for shape in shapes for part in shape.cut(policy)]
 
 
 def test_layers_are_spread_as_the_published_draft_of_qwen3_8b_has_them() -> None:
