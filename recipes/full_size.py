@@ -146,6 +146,20 @@ def qwen3_8b_dspark_pp2() -> Learner.Config:
     return make_learner_config("8B", DSparkConfig, intermediate_size=12288, **QWEN3_8B_STAGES)
 
 
+def qwen3_235b_a22b_dflash_pp4() -> Learner.Config:
+    """Qwen3-235B-A22B with DFlash on 64 GPUs: fsdp2 x tp4 x pp4 x cp2, the 16 ranks of a stage share the experts."""
+    return make_learner_config(
+        "235B-A22B",
+        DFlashConfig,
+        intermediate_size=12288,
+        data_parallel_shard=2,
+        tensor_parallel=4,
+        pipeline_parallel=4,
+        context_parallel=2,
+        expert_parallel=16,
+    )
+
+
 CONFIGS = {
     "qwen3_8b_eagle3": qwen3_8b_eagle3,
     "qwen3_8b_dflash": qwen3_8b_dflash,
@@ -155,4 +169,5 @@ CONFIGS = {
     "qwen3_8b_dspark_pp2": qwen3_8b_dspark_pp2,
     "qwen3_30b_a3b_dflash": qwen3_30b_a3b_dflash,
     "qwen3_235b_a22b_dflash": qwen3_235b_a22b_dflash,
+    "qwen3_235b_a22b_dflash_pp4": qwen3_235b_a22b_dflash_pp4,
 }

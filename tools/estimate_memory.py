@@ -159,7 +159,7 @@ def count_gathered(policy: Policy, tp: int, ep: int) -> float:
     for name, parameter, axis in iterate_cuts(policy):
         unit = ".".join(name.split(".")[:2]) if name.startswith("layers.") else "others"
         by_unit[unit] = by_unit.get(unit, 0.0) + parameter.numel() / degrees[axis]
-    return by_unit.pop("others") + sum(sorted(by_unit.values())[-2:])
+    return by_unit.pop("others", 0.0) + sum(sorted(by_unit.values())[-2:])
 
 
 def count_saved(layer: Any, rows: int, tp: int, ep: int) -> float:

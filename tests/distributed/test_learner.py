@@ -81,7 +81,7 @@ MODEL_RUNS = [
     ("cp2", "gptoss"),
     ("cp2_tp2", "gptoss"),
     ("ep2_pp2", "moe"),
-    ("ep2_pp2", "moe_dflash"),
+    ("tp2_ep2_pp2", "moe_dflash"),
 ]
 """Runs of policies with experts, of Llama 3 and of GPT-OSS, whose layers have sinks, windows and experts."""
 

@@ -69,6 +69,7 @@ LAYOUTS = {
     "cp2_pp2": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
     "tp2_pp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
     "ep2_pp2": {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2},
+    "tp2_ep2_pp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     "fsdp2_cp2_ep2": {"context_parallel_degree": 2, "expert_parallel_degree": 2},
     "tp2_ep2": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     "tp2_ep2_no_sp": {"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "enable_sequence_parallel": False},

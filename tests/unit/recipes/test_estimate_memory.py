@@ -142,3 +142,22 @@ def test_what_cannot_be_estimated_is_refused(changes, message) -> None:
     config = replace(make_config({"data_parallel_shard_degree": 1}), **changes)
     with pytest.raises(ValueError, match=message):
         estimate(config, 10)
+
+
+def test_stage_that_needs_most_by_hand_at_pp2() -> None:
+    """Layers 0 and 1 with the embedding on stage 0, layer 2, head and draft on stage 1, which needs most here."""
+    degrees = {"data_parallel_shard_degree": 1, "pipeline_parallel_degree": 2}
+    parts = estimate(make_config(degrees), 1000)
+    layer = (HEADS + 2 * KV_HEADS) * HEAD * DIM + HEADS * HEAD * DIM + 3 * DIM * HIDDEN + 2 * DIM + 2 * HEAD
+    draft = layer + (HEADS + 2 * KV_HEADS) * HEAD * DIM - 2 * HEAD + 3 * DIM * DIM + VOCAB * DIM + 2 * DIM
+    own = layer + VOCAB * DIM + DIM + draft
+    assert parts["weights"] == 4 * own
+    assert parts["gathered"] == (2 + 4) * own
+    saved = 4 * DIM + 2 * (HEADS + 2 * KV_HEADS) * HEAD + HEADS * HEAD + 3 * HIDDEN
+    assert parts["activations"] == 2 * 1000 * (1 * 1 * DIM + 2 * saved)
+    # gathered for the draft, and two slots each for the embedding and layer 0; layer 1 comes by the pipeline
+    assert parts["taps"] == 2 * 1000 * DIM * (4 + 2 * 2)
+    assert parts["pipeline"] == 1 * 4 * 2 * 1000 * DIM
+    other = make_config(degrees | {"pipeline_parallel_schedule": "GPipe"})
+    with pytest.raises(ValueError, match="schedule is 'GPipe'"):
+        estimate(other, 1000)
