@@ -7,7 +7,7 @@ token); only tensors of hidden width are sharded. All shifts are made here, per 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ class PackedTokens:
         input_ids: int64 ``[S]``, token ids.
         loss_mask: bool ``[S]``, True where the policy wrote the token (the token is trained).
         cu_seqlens: int32 ``[n + 1]``, global offsets of the documents, on the CPU.
-        sample_ids: int64 ``[n]``, an id that stays with a document through any packing.
+        sample_ids: int64 ``[n]``, an id that stays with a document through any packing, on the CPU.
         row_values: further ``[S]`` tensors that travel with the tokens, by name.
         draw_key: (seed, step). What is drawn for a document in training depends on this and on its sample id alone.
         is_counted: whether the documents are part of the batch; False of what a rank that has nothing to train runs,
@@ -49,6 +49,15 @@ class PackedTokens:
                 raise ValueError(f"{name} has {value.shape[0]} rows, but input_ids has {num_tokens} tokens")
         if self.sample_ids.numel() != self.num_documents:
             raise ValueError(f"sample_ids has {self.sample_ids.numel()} entries for {self.num_documents} documents")
+
+    def to(self, device: torch.device | str) -> PackedTokens:
+        """Return the microbatch with all that is as long as its tokens on a device; the rest stays on the CPU."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device),
+            loss_mask=self.loss_mask.to(device),
+            row_values={name: value.to(device) for name, value in self.row_values.items()},
+        )
 
     @property
     def num_tokens(self) -> int:

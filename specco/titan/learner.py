@@ -224,7 +224,7 @@ class Learner(Configurable):
         made_up = _nothing_to_train(policy_loss_fn)
         plans = [
             HeadPlan(
-                tokens=tokens,
+                tokens=tokens.to(self.device),
                 policy_loss_fn=policy_loss_fn,
                 policy_scale=1.0 / max(num_targets, 1.0),
                 draft_scale=self.config.draft_weight / draft_total if draft_total > 0 else 0.0,
@@ -243,7 +243,7 @@ class Learner(Configurable):
         self.num_steps += 1
         metrics |= self._reduce(self._results)
         self._results = {}
-        return self._share_metrics(metrics)
+        return metrics if self.stages is None else self._share_metrics(metrics)
 
     def _count(self, microbatches: Sequence[PackedTokens]) -> tuple[int, float, Tensor]:
         """Return (microbatches to run, target tokens of all ranks, draft weights of all ranks by slot).
@@ -398,11 +398,17 @@ class Learner(Configurable):
         return compute_means({name: pair for name, pair in pairs.items() if pair[1] > 0})
 
     def _share_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of the last stage, which alone knows the draft, on every rank of a pipeline."""
-        if self.stages is None:
-            return metrics
-        shared: list[Any] = [metrics]
-        dist.broadcast_object_list(shared, group_src=self.stages.ranks[-1], group=self.pp_group)
+        """Return the metrics of a pipeline's last stage, which alone knows the draft, on every rank.
+
+        Added are the seconds that all stages waited for taps, and for slots to put them into.
+        """
+        assert isinstance(self.runner, PolicyPipeline)
+        waits = torch.tensor(self.runner.take_waits(), dtype=torch.float64, device=self.device)
+        dist.all_reduce(waits, group=self.pp_group)
+        shared: list[Any] = [
+            metrics | dict(zip(("seconds/tap_wait", "seconds/slot_wait"), waits.tolist(), strict=True))
+        ]
+        dist.broadcast_object_list(shared, group_src=self.runner.shape.ranks[-1], group=self.pp_group)
         self.num_skipped = {name: int(shared[0].get(f"skipped/{name}", 0)) for name in self.num_skipped}
         return shared[0]
 

@@ -233,6 +233,16 @@ class PolicyPipeline:
         for stage in self._stages:
             stage.plans = ()
 
+    def take_waits(self) -> tuple[float, float]:
+        """Return the seconds that this rank has waited for taps and for slots since the last call or rebuild."""
+        if self.channel is None:
+            return 0.0, 0.0
+        stats = self.channel.stats
+        waits = sum(stats.tap_wait_s.values()), sum(stats.slot_wait_s.values())
+        stats.tap_wait_s.clear()
+        stats.slot_wait_s.clear()
+        return waits
+
     def close(self) -> None:
         """Close the channel. Collective over the pipeline."""
         if self._taps is not None:
