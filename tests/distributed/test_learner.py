@@ -48,6 +48,7 @@ LAYOUT_RUNS = {
     "fsdp2_pp2": (*FAMILIES, *FEW_TARGETS, "lopsided", "microbatches", "differing_peers"),
     "cp2_pp2": (*FAMILIES, *FEW_TARGETS),
     "tp2_pp2": (*FAMILIES, *FEW_TARGETS, "kl"),
+    "tp2_pp2_no_sp": ("dspark",),
 }
 """Runs of each layout beside "1" and "fsdp2", which have all of ``VARIANTS``."""
 

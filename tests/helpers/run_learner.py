@@ -68,6 +68,11 @@ LAYOUTS = {
     "fsdp2_pp2": {"pipeline_parallel_degree": 2},
     "cp2_pp2": {"pipeline_parallel_degree": 2, "context_parallel_degree": 2},
     "tp2_pp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
+    "tp2_pp2_no_sp": {
+        "pipeline_parallel_degree": 2,
+        "tensor_parallel_degree": 2,
+        "enable_sequence_parallel": False,
+    },
     "ep2_pp2": {"pipeline_parallel_degree": 2, "expert_parallel_degree": 2},
     "tp2_ep2_pp2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "expert_parallel_degree": 2},
     "fsdp2_cp2_ep2": {"context_parallel_degree": 2, "expert_parallel_degree": 2},
