@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
+import torch.multiprocessing
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
@@ -18,6 +19,8 @@ class GlooTestCase(MultiProcContinuousTest):
     fails after 60 seconds, or DISTRIBUTED_TESTS_DEFAULT_TIMEOUT where that is set: on an overloaded machine a rank may
     get no CPU for a minute. Parametrise with torch's ``parametrize`` and ``instantiate_parametrized_tests``: pytest's
     own does not reach unittest classes.
+
+    Ranks are forked from a server that has imported torch once, not started afresh.
     """
 
     timeout = timedelta(seconds=int(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")))
@@ -32,6 +35,9 @@ class GlooTestCase(MultiProcContinuousTest):
 
     @classmethod
     def _spawn_processes(cls, world_size: int) -> None:
+        # the first of a process decides; torch's harness then leaves it
+        torch.multiprocessing.set_start_method("forkserver", force=True)
+        torch.multiprocessing.set_forkserver_preload([__name__])
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = "1"
         super()._spawn_processes(world_size)
