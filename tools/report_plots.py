@@ -112,6 +112,56 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
+TASK_PLOTS = (
+    Plot(
+        "validation_accuracy",
+        "Validation accuracy",
+        "Share of right answers to a fixed set of prompts that training never uses; the band is the 95% confidence "
+        "interval over prompts (and seeds, where there are several): it should be the same whatever the draft, "
+        "because the draft must not change what the policy learns.",
+        (Panel("share right", (Curve("validation_accuracy"),), has_validation_band=True),),
+    ),
+    Plot(
+        "reward",
+        "Reward",
+        "Mean reward of the responses that each step trains on (pale), and its running mean over "
+        f"{SMOOTH} steps: training works when it rises.",
+        (Panel("mean reward", (Curve("reward", is_smooth=True),)),),
+    ),
+)
+ACCEPTANCE_PLOTS = (
+    Plot(
+        "acceptance_length",
+        "Acceptance length in rollouts",
+        "Tokens that the policy gains per check of a draft, its own token included, as the serving engine counted "
+        "them (1: the draft is useless); the dotted line is an estimate made in training, without the engine, "
+        "biased low.",
+        (
+            Panel(
+                "tokens per check",
+                (
+                    Curve("acceptance_length", "engine", is_smooth=True),
+                    Curve("acceptance_length_estimate", "training-side estimate", ":"),
+                ),
+            ),
+        ),
+    ),
+    Plot(
+        "acceptance_same_policy",
+        "Both drafts on the same policy",
+        "At each validation the engine serves the run's draft (solid) and then the draft that the run started from "
+        "(dashed) on one and the same policy: the gap between them is what training the draft along is worth.",
+        (
+            Panel(
+                "tokens per check",
+                (
+                    Curve("validation_acceptance_length", "the run's draft"),
+                    Curve("validation_acceptance_length_start_draft", "start draft", "--"),
+                ),
+            ),
+        ),
+    ),
+)
 PHASES = Plot(
     "phases",
     "Where a step's time goes",
@@ -124,13 +174,57 @@ SPEEDUPS = Plot(
     "How many times faster the rollout and the whole training step are than the first group's at the same step "
     f"(running mean over {SMOOTH} steps): above 1 is faster.",
 )
+SPEED_PLOTS = (
+    Plot(
+        "rollout_speed",
+        "Rollout speed",
+        "Tokens that all engines together wrote per second of wall time, and per second of processor time, which "
+        "other programs on the machine disturb less: higher is faster.",
+        (
+            Panel("tokens/s", (Curve("rollout_tokens_per_s", is_smooth=True),), "by the clock"),
+            Panel("tokens per CPU-second", (Curve("rollout_tokens_per_cpu_s", is_smooth=True),), "by CPU time"),
+        ),
+    ),
+    SPEEDUPS,
+    PHASES,
+    Plot(
+        "response_length",
+        "Response length",
+        "Mean number of tokens of a response: longer ones cost more rollout time at the same speed.",
+        (Panel("tokens", (Curve("response_tokens", is_smooth=True),)),),
+    ),
+)
+STABILITY_PLOTS = (
+    Plot(
+        "mismatch_kl",
+        "Mismatch between trainer and engine",
+        "Estimated divergence between the probabilities that the engine sampled with and those that the trainer "
+        "computes for the same tokens: it should stay near zero, else the policy is trained on data that are not "
+        "its own.",
+        (Panel("KL, nats a token", (Curve("mismatch_kl"),), is_log=True),),
+    ),
+    Plot(
+        "gradient_norms",
+        "Gradient norms",
+        "Length of the gradients of policy and draft before clipping: spikes show where training is unstable.",
+        (
+            Panel("norm", (Curve("grad_norm/policy"),), "policy", is_log=True),
+            Panel("", (Curve("grad_norm/draft"),), "draft", is_log=True),
+        ),
+    ),
+)
 
 
 def make_plots(groups: Sequence[Group]) -> list[Plot]:
-    """Return the line plots, from the top of the page on; those per draft position as far as the rows have any."""
+    """Return the line plots, from the top of the page on."""
+    return [*TASK_PLOTS, *ACCEPTANCE_PLOTS, make_position_plot(groups), *SPEED_PLOTS, *STABILITY_PLOTS]
+
+
+def make_position_plot(groups: Sequence[Group]) -> Plot:
+    """Return the plot with a panel for each draft position that the rows have."""
     names = {name for group in groups for run in group.runs for row in run.rows for name in row}
     num_positions = sum(1 for name in names if name.removeprefix("acceptance_rate_").isdigit())
-    positions = tuple(
+    panels = tuple(
         Panel(
             "share of checks" if k == 0 else "",
             (
@@ -141,96 +235,13 @@ def make_plots(groups: Sequence[Group]) -> list[Plot]:
         )
         for k in range(num_positions)
     )
-    return [
-        Plot(
-            "validation_accuracy",
-            "Validation accuracy",
-            "Share of right answers to a fixed set of prompts that training never uses; the band is the 95% confidence "
-            "interval over prompts (and seeds, where there are several): it should be the same whatever the draft, "
-            "because the draft must not change what the policy learns.",
-            (Panel("share right", (Curve("validation_accuracy"),), has_validation_band=True),),
-        ),
-        Plot(
-            "reward",
-            "Reward",
-            "Mean reward of the responses that each step trains on (pale), and its running mean over "
-            f"{SMOOTH} steps: training works when it rises.",
-            (Panel("mean reward", (Curve("reward", is_smooth=True),)),),
-        ),
-        Plot(
-            "acceptance_length",
-            "Acceptance length in rollouts",
-            "Tokens that the policy gains per check of a draft, its own token included, as the serving engine counted "
-            "them (1: the draft is useless); the dotted line is an estimate made in training, without the engine, "
-            "biased low.",
-            (
-                Panel(
-                    "tokens per check",
-                    (
-                        Curve("acceptance_length", "engine", is_smooth=True),
-                        Curve("acceptance_length_estimate", "training-side estimate", ":"),
-                    ),
-                ),
-            ),
-        ),
-        Plot(
-            "acceptance_same_policy",
-            "Both drafts on the same policy",
-            "At each validation the engine serves the run's draft (solid) and then the draft that the run started from "
-            "(dashed) on one and the same policy: the gap between them is what training the draft along is worth.",
-            (
-                Panel(
-                    "tokens per check",
-                    (
-                        Curve("validation_acceptance_length", "the run's draft"),
-                        Curve("validation_acceptance_length_start_draft", "start draft", "--"),
-                    ),
-                ),
-            ),
-        ),
-        Plot(
-            "acceptance_per_position",
-            "Acceptance by position",
-            "Share of checks in which the engine accepted the draft's first, second, ... token (and so all before it); "
-            "later tokens are harder.",
-            positions,
-        ),
-        Plot(
-            "rollout_speed",
-            "Rollout speed",
-            "Tokens that all engines together wrote per second of wall time, and per second of processor time, which "
-            "other programs on the machine disturb less: higher is faster.",
-            (
-                Panel("tokens/s", (Curve("rollout_tokens_per_s", is_smooth=True),), "by the clock"),
-                Panel("tokens per CPU-second", (Curve("rollout_tokens_per_cpu_s", is_smooth=True),), "by CPU time"),
-            ),
-        ),
-        SPEEDUPS,
-        PHASES,
-        Plot(
-            "response_length",
-            "Response length",
-            "Mean number of tokens of a response: longer ones cost more rollout time at the same speed.",
-            (Panel("tokens", (Curve("response_tokens", is_smooth=True),)),),
-        ),
-        Plot(
-            "mismatch_kl",
-            "Mismatch between trainer and engine",
-            "Estimated divergence between the probabilities that the engine sampled with and those that the trainer "
-            "computes for the same tokens: it should stay near zero, else the policy is trained on data that are not "
-            "its own.",
-            (Panel("KL, nats a token", (Curve("mismatch_kl"),), is_log=True),),
-        ),
-        Plot(
-            "gradient_norms",
-            "Gradient norms",
-            "Length of the gradients of policy and draft before clipping: spikes show where training is unstable.",
-            (
-                Panel("norm", (Curve("grad_norm/policy"),), "policy", is_log=True),
-                Panel("", (Curve("grad_norm/draft"),), "draft", is_log=True),
-            ),
-        ),
-    ]
+    return Plot(
+        "acceptance_per_position",
+        "Acceptance by position",
+        "Share of checks in which the engine accepted the draft's first, second, ... token (and so all before it); "
+        "later tokens are harder.",
+        panels,
+    )
 
 
 def draw_plots(groups: Sequence[Group], folder: Path) -> tuple[list[Plot], list[str]]:
