@@ -1,23 +1,18 @@
 """vLLM behind a small class: generate, refit, stats, close. One in-process engine a rank.
 
 The engine lives in the learner's process, beside its process group: it generates alone, while building it runs vLLM's
-own group creation and is therefore collective over the default group. What vLLM does to the process on the way
-(environment, thread count, random generators) is set or restored here, in one place.
-
-Nothing of vLLM is imported before ``RolloutEngine`` is built, so that the environment below is in force.
+own group creation and is therefore collective over the default group. Nothing of vLLM is imported before
+``RolloutEngine`` is built, so that the environment of ``vllm_build`` is in force.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
-import random
 import time
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +23,7 @@ from torch import Tensor
 
 from specco.metrics import build_acceptance_pairs, compute_acceptance_length
 from specco.rl import refit, vllm_mends
+from specco.rl.vllm_build import build_vllm, seed_torch, set_environment
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -36,16 +32,6 @@ logger = logging.getLogger(__name__)
 
 BLOCK_METHODS = {"dflash": -1, "dspark": 0}
 """Tokens that a block draft drafts at most, over its block size, by vLLM's name of the family."""
-
-MAX_BATCHED_TOKENS = 8192
-"""Prompt tokens of one engine step, unless one prompt needs more."""
-
-# In force before vLLM is imported; a value that the user has set wins.
-ENVIRONMENT = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads belong to the learner, too
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are some fifteen lines a rank
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,9 +194,7 @@ class RolloutEngine:
     """
 
     def __init__(self, config: EngineConfig, version: int = 0) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core lives in this process, always
+        set_environment()
         if config.draft_path is not None:
             vllm_mends.check_method(config.method, vllm_mends.get_vllm_version(), vllm_mends.is_cpu_build())
         vllm_mends.apply_mends()
@@ -224,8 +208,7 @@ class RolloutEngine:
         self._num_requests = 0
         self._owns_groups = not dist.is_initialized() or any(other._owns_groups for other in _open_engines)
         started = time.perf_counter()
-        with _keep_process_state():
-            engine = _build_vllm(config, self._stats)
+        engine = build_vllm(config, self._stats)
         self._engine: LLMEngine | None = engine
         self._policy: Any = engine.collective_rpc("get_model")[0]
         self._draft: Any = None
@@ -281,7 +264,7 @@ class RolloutEngine:
         started = time.perf_counter()
         keys: dict[str, int] = {}
         outputs: list[list[Completion]] = [[] for _ in prompts]
-        with _seed_torch(sampling.seed):
+        with seed_torch(sampling.seed):
             try:
                 for index, prompt in enumerate(prompts):
                     params = SamplingParams(
@@ -405,96 +388,3 @@ def derive_seed(seed: int, index: int) -> int:
     """Return a 48-bit seed for item ``index`` of a call; neighbours share nothing (vLLM adds 0 to n-1 itself)."""
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
-
-
-def _build_vllm(config: EngineConfig, stats: EngineStats) -> LLMEngine:
-    """Build vLLM's engine core in this process, with a logger that fills ``stats``."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.executor import Executor
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class StatsLogger(StatLoggerBase):
-        """Adds each step's counts up; vLLM's own counters are shared by all engines of a process."""
-
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
-            step = scheduler_stats.spec_decoding_stats if scheduler_stats is not None else None
-            if step is None:
-                return
-            stats.num_drafts += step.num_drafts
-            stats.num_draft_tokens += step.num_draft_tokens
-            stats.num_accepted_tokens += step.num_accepted_tokens
-            for position, accepted in enumerate(step.num_accepted_tokens_per_pos):
-                stats.num_accepted_tokens_per_pos[position] += accepted
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    speculative_config: dict[str, Any] | None = None
-    if config.draft_path is not None:
-        speculative_config = {
-            "method": config.method,
-            "model": config.draft_path,
-            "num_speculative_tokens": config.num_speculative_tokens,
-            "draft_sample_method": config.draft_sample_method,
-        }
-    arguments = EngineArgs(
-        model=config.policy_path,
-        skip_tokenizer_init=True,
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        kv_cache_memory_bytes=config.kv_cache_bytes,
-        enforce_eager=config.enforce_eager,
-        seed=config.seed,
-        speculative_config=speculative_config,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",
-        use_tqdm_on_load=False,
-        async_scheduling=False,
-        # whole prompts only: after a part of one, vLLM rewinds the request's generator, which a CPU generator cannot
-        enable_chunked_prefill=False,
-        max_num_batched_tokens=max(config.max_model_len, MAX_BATCHED_TOKENS),
-    )
-    vllm_config = arguments.create_engine_config()
-    return LLMEngine(
-        vllm_config=vllm_config,
-        executor_class=Executor.get_class(vllm_config),
-        log_stats=True,
-        stat_loggers=[StatsLogger],
-        multiprocess_mode=False,
-    )
-
-
-@contextlib.contextmanager
-def _keep_process_state() -> Generator[None]:
-    """Restore what building vLLM changes for the whole process: random generators and the control of threads."""
-    import numpy
-
-    python_state, numpy_state = random.getstate(), numpy.random.get_state()
-    num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-    try:
-        with _keep_generators():
-            yield
-    finally:
-        random.setstate(python_state)
-        numpy.random.set_state(numpy_state)
-        torch.set_num_threads = set_num_threads
-        torch.set_num_threads(num_threads)
-
-
-@contextlib.contextmanager
-def _seed_torch(seed: int) -> Generator[None]:
-    """Seed torch's global generators, from which vLLM draws draft noise, and restore them afterwards."""
-    with _keep_generators():
-        torch.manual_seed(seed)
-        yield
-
-
-def _keep_generators() -> contextlib.AbstractContextManager[None]:
-    """Restore torch's generators of the CPU and of the device in use."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    return torch.random.fork_rng(devices=devices)
