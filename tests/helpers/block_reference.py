@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from helpers.rotation import rotate
+
 
 class BlockReference:
     """Draft a block after a context.
@@ -62,14 +64,6 @@ class BlockReference:
     def _heads(self, x: Tensor, name: str) -> Tensor:
         return (self.weights[f"{name}.weight"] @ x).view(-1, self.keys["head_dim"])
 
-    def _rotate(self, x: Tensor, position: int) -> Tensor:
-        """Rotate ``[heads, H]``: the complex number x[j] + i x[j + H/2] by the angle position * theta^(-2j/H)."""
-        half = self.keys["head_dim"] // 2
-        speeds = [self.keys["rope_theta"] ** (-2 * j / self.keys["head_dim"]) for j in range(half)]
-        turn = torch.polar(torch.ones(half, dtype=x.dtype), position * torch.tensor(speeds, dtype=x.dtype))
-        turned = torch.complex(x[:, :half], x[:, half:]) * turn
-        return torch.cat([turned.real, turned.imag], dim=1)
-
     def _run_layer(
         self, layer: str, index: int, context: list[Tensor], rows: list[Tensor], anchor: int
     ) -> list[Tensor]:
@@ -79,7 +73,7 @@ class BlockReference:
         normed = [self._norm(row, layer + "input_layernorm") for row in rows]
         for position, row in enumerate([*context, *normed]):
             k = self._norm(self._heads(row, attn + "k_proj"), attn + "k_norm")
-            keys.append(self._rotate(k, position))
+            keys.append(rotate(k, position, self.keys["rope_theta"]))
             values.append(self._heads(row, attn + "v_proj"))
         out = []
         for offset, (row, x) in enumerate(zip(rows, normed, strict=True)):
@@ -87,7 +81,7 @@ class BlockReference:
             seen = [
                 t for t in range(len(keys)) if not is_sliding or position - self.keys["sliding_window"] < t <= position
             ]
-            q = self._rotate(self._norm(self._heads(x, attn + "q_proj"), attn + "q_norm"), position)
+            q = rotate(self._norm(self._heads(x, attn + "q_proj"), attn + "q_norm"), position, self.keys["rope_theta"])
             repeats = q.shape[0] // keys[0].shape[0]
             k = torch.stack([keys[t] for t in seen]).repeat_interleave(repeats, dim=1)
             v = torch.stack([values[t] for t in seen]).repeat_interleave(repeats, dim=1)

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from helpers.rotation import rotate
+
 
 class Eagle3Reference:
     """Draft tokens step by step.
@@ -75,14 +77,6 @@ class Eagle3Reference:
             taps = torch.cat([self._norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)])
         return self.weights["fc.weight"] @ taps
 
-    def _rotate(self, x: Tensor, position: int) -> Tensor:
-        """Rotate ``[heads, H]``: the complex number x[j] + i x[j + H/2] by the angle position * theta^(-2j/H)."""
-        half = self.keys["head_dim"] // 2
-        speeds = [self.keys["rope_theta"] ** (-2 * j / self.keys["head_dim"]) for j in range(half)]
-        turn = torch.polar(torch.ones(half, dtype=x.dtype), position * torch.tensor(speeds, dtype=x.dtype))
-        turned = torch.complex(x[:, :half], x[:, half:]) * turn
-        return torch.cat([turned.real, turned.imag], dim=1)
-
     def _step(self, token_id: int, hidden: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Return (hidden row for the head, hidden row for the next step)."""
         keys, weights = self.keys, self.weights
@@ -91,12 +85,12 @@ class Eagle3Reference:
         residual = normed if keys["norm_before_residual"] else hidden
         x = torch.cat([self._norm(self.embedding[token_id], layer + "input_layernorm"), normed])
         q, k, v = ((weights[f"{layer}self_attn.{name}_proj.weight"] @ x).view(-1, head_dim) for name in ("q", "k", "v"))
-        self.cached_keys.append(self._rotate(k, position))
+        self.cached_keys.append(rotate(k, position, self.keys["rope_theta"]))
         self.cached_values.append(v)
         repeats = q.shape[0] // k.shape[0]
         all_k = torch.stack(self.cached_keys).repeat_interleave(repeats, dim=1)
         all_v = torch.stack(self.cached_values).repeat_interleave(repeats, dim=1)
-        scores = torch.einsum("nh,tnh->nt", self._rotate(q, position), all_k) / head_dim**0.5
+        scores = torch.einsum("nh,tnh->nt", rotate(q, position, self.keys["rope_theta"]), all_k) / head_dim**0.5
         attended = torch.einsum("nt,tnh->nh", scores.softmax(dim=1), all_v).flatten()
         residual = residual + weights[layer + "self_attn.o_proj.weight"] @ attended
         x = self._norm(residual, layer + "post_attention_layernorm")

@@ -216,15 +216,7 @@ def test_float64_reaches_the_drafts_rows(target):
 
 def test_taps_beyond_the_last_layer_are_refused():
     config = make_policy_config("qwen3", vocab_size=40, **SIZES)
-    config.draft = Eagle3Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=40,
-        target_layer_ids=(1, 4),
-    )
+    config.draft = replace(DRAFT, target_layer_ids=(1, 4))
     with pytest.raises(ValueError, match=r"target_layer_ids is \(1, 4\); the policy has 4 layers"):
         config.build()
 
