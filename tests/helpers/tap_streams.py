@@ -16,12 +16,19 @@ from specco.distributed.taps import Tap, TapChannel, TapPlan
 MAX_ROWS = 40
 
 
-def make_plan(num_ranks: int, num_microbatches: int, name: str = "1F1B") -> TapPlan:
-    """Return a plan in which every stage but the last sends two taps, stage 0 the mask token's row as well."""
+def make_plan(num_ranks: int, num_microbatches: int, name: str = "1F1B", scale: int = 1) -> TapPlan:
+    """Return a plan in which every stage but the last sends two taps, stage 0 the mask token's row as well.
+
+    Args:
+        num_ranks: of the pipeline.
+        num_microbatches: of a step.
+        name: of the schedule.
+        scale: factor of all widths.
+    """
     order = read_order(build_stub_schedule(name, num_ranks, num_microbatches))
-    taps = [Tap("embedding", 0, 3, num_step_rows=1)]
-    taps += [Tap(f"layers.{s}", s, 5 + s) for s in range(order.num_stages - 1)]
-    taps += [Tap(f"layers.{s}.norm", s, 2) for s in range(1, order.num_stages - 1)]
+    taps = [Tap("embedding", 0, 3 * scale, num_step_rows=1)]
+    taps += [Tap(f"layers.{s}", s, (5 + s) * scale) for s in range(order.num_stages - 1)]
+    taps += [Tap(f"layers.{s}.norm", s, 2 * scale) for s in range(1, order.num_stages - 1)]
     return TapPlan.build(order, taps, max_rows=MAX_ROWS)
 
 
@@ -42,7 +49,7 @@ def make_outputs(
     return outputs
 
 
-def make_channel(plan: TapPlan, group: dist.ProcessGroup, **options) -> TapChannel:
+def make_channel(plan: TapPlan, group: dist.ProcessGroup | None, **options) -> TapChannel:
     return TapChannel(plan, group, dtype=torch.float64, **{"timeout_s": 20.0} | options)
 
 
