@@ -154,7 +154,7 @@ class Learner(Configurable):
 
     @property
     def data_parallel_size(self) -> int:
-        """Into how many shares a batch is cut: replicas times FSDP shards, without the ranks of "cp" and "tp"."""
+        """Into how many shares a batch is cut: replicas times FSDP shards, not the ranks of "cp", "tp", "pp"."""
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     def _get_group(self, axis: str) -> dist.ProcessGroup | None:
