@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 
+import torch.distributed as dist
 import torch.multiprocessing
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["GlooTestCase", "instantiate_parametrized_tests", "parametrize"]
+__all__ = ["GlooTestCase", "instantiate_parametrized_tests", "make_fake_group", "parametrize"]
+
+
+@contextmanager
+def make_fake_group(world_size: int) -> Generator[None]:
+    """Be rank 0 of a default group whose other ranks are not there and whose collectives do nothing."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class GlooTestCase(MultiProcContinuousTest):

@@ -7,8 +7,8 @@ Each class computes what its torchtitan base computes, to the bit, in the dtypes
 - ``AnyDtypeExperts``, ``AnyDtypeGptOssExperts``, ``AnyDtypeDispatcher``: the same for experts, which torchtitan
   computes in bfloat16 whatever the model's dtype, and for the sum of their outputs. Other dtypes take a loop over the
   experts.
-- ``PackedMoE`` in a ``PackedMoEBlock`` counts the tokens of each expert over real rows, not over padding, and takes any
-  number of rows under tensor parallelism; ``LocalGate`` is its router's gate.
+- ``PackedMoE`` in a ``PackedMoEBlock`` counts the tokens of each expert over real rows, each once, and takes any number
+  of rows under tensor parallelism; ``LocalGate`` is its router's gate.
 - ``SinkAttention``: GPT-OSS's attention with its sinks in the op's own softmax, which knows their gradient;
   ``BiasedRowsLinear`` is its output projection, whose bias gets its whole gradient under tensor parallelism.
 """
@@ -225,7 +225,7 @@ class LocalGate(Linear):
 
 
 class PackedMoE(MoE):
-    """torchtitan's ``MoE`` that leaves padding rows, and made-up ones, out of ``tokens_per_expert_E``.
+    """torchtitan's ``MoE`` that leaves padding rows, made-up ones and recomputed ones out of ``tokens_per_expert_E``.
 
     Padding rows are still routed, so that every rank's shapes stay those of its rows; nothing reads what comes back.
 
@@ -271,10 +271,15 @@ class PackedMoE(MoE):
         """Return the experts' output of ``[B, l, D]`` rows, of which bool ``[B, l, 1]`` enter the statistics."""
         scores, expert_ids, all_scores = self.router(x, self.expert_bias_E)
         is_routed = torch.zeros_like(all_scores, dtype=torch.bool).scatter_(-1, expert_ids, True)
-        if self.training:
+        if self.training and not _is_recomputing():
             with torch.no_grad():
                 _to_local(self.tokens_per_expert_E).add_((is_routed & is_counted).sum(dim=(0, 1)))
         return self.routed_experts(x, scores, expert_ids, is_routed.sum(dim=(0, 1)))
+
+
+def _is_recomputing() -> bool:
+    """Tell whether activation checkpointing runs this forward once more, within a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def keep_state_shardings(moe: MoE.Config) -> None:

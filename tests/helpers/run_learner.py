@@ -112,6 +112,7 @@ MODEL_VARIANTS = {
     "moe_alone": {"model": "moe", "has_draft": False},
     "moe_dflash": {"model": "moe", "family": "dflash"},
     "moe_lopsided": {"model": "moe", "is_lopsided": True},
+    "moe_checkpointed": {"model": "moe", "activation_checkpoint": FullAC.Config()},
     "llama3": {"model": "llama3"},
     "llama3_alone": {"model": "llama3", "has_draft": False},
     "gptoss": {"model": "gpt_oss"},

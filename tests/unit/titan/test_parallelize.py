@@ -1,10 +1,19 @@
-"""What is refused when a config is read, with both sides named."""
+"""What is refused when a config is read, with both sides named, and how a large model is laid out."""
+
+from dataclasses import replace
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.config.configs import ParallelismConfig
+from torchtitan.distributed import ParallelDims
 
+from recipes.full_size import make_learner_config
 from specco.distributed.draft_plan import check_draft_tp
+from specco.drafts.dflash.config import DFlashConfig
 from specco.drafts.eagle3.config import Eagle3Config
+from specco.testing.distributed import make_fake_group
+from specco.titan import cpu_support
 from specco.titan.learner import Learner
 from specco.titan.parallelize import check_model, check_parallelism, check_trainer_parallelism
 from specco.titan.registry import make_model_spec
@@ -99,3 +108,37 @@ def test_sizes_that_do_not_fit_are_refused_when_the_config_is_read(changes: dict
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=tp)
     with pytest.raises(ValueError, match=message):
         Learner.Config(model_spec=spec, parallelism=parallelism)
+
+
+def test_experts_of_a_large_model_are_laid_out_over_fsdp_cp_and_tp() -> None:
+    """Two layers of 235B-A22B on meta: fsdp 2 x cp 2 x tp 4, and its experts over all 16 of these ranks."""
+    cpu_support.apply()
+    degrees = {"data_parallel_shard": 2, "context_parallel": 2, "tensor_parallel": 4, "expert_parallel": 16}
+    config = make_learner_config("235B-A22B", DFlashConfig, intermediate_size=12288, **degrees)
+    model = config.model_spec.model
+    model.layers = model.layers[:2]
+    model.draft = replace(model.draft, target_layer_ids=(0, 1))
+    model.update_from_config(config=config)
+    with torch.device("meta"):
+        policy = model.build()
+    with make_fake_group(16):
+        dims = ParallelDims.from_config(config.parallelism, 16)
+        dims.build_mesh()
+        config.model_spec.parallelize_fn(
+            policy,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder="",
+        )
+        shapes = {}
+        for name, parameter in policy.named_parameters():
+            assert isinstance(parameter, DTensor)
+            shapes[name.replace("_checkpoint_wrapped_module.", "")] = tuple(parameter.to_local().shape)
+    layer, experts = "layers.1.", "layers.1.moe.routed_experts.inner_experts."
+    assert shapes[f"{experts}w1_EFD"] == shapes[f"{experts}w3_EFD"] == (128 // 16, 1536, 4096)
+    assert shapes[f"{experts}w2_EDF"] == (128 // 16, 4096, 1536)
+    assert shapes[f"{layer}moe.router.gate.weight"] == (128 // 4, 4096)
+    assert shapes[f"{layer}attention.wo.weight"] == (4096 // 4, 64 * 128 // 4)
