@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from specco.rl.vllm_mends import LIVE_LINEAR_WEIGHTS
+from specco.rl.vllm_mends import LIVE_LINEAR_WEIGHTS, check_experts, get_vllm_version, is_cpu_build
 
 
 def read_weight_shapes(path: str) -> dict[str, tuple[int, ...]]:
@@ -51,7 +51,8 @@ def check_weights(
 
 
 def check_live_weights(kind: str, model: nn.Module) -> None:
-    """Raise RuntimeError when a parameter of ``model`` was packed away, so that a refit could not reach it."""
+    """Raise RuntimeError when a parameter of ``model`` was packed, so that a refit could not reach it."""
+    check_experts(model, get_vllm_version(), is_cpu_build())
     names = [name for name, value in model.named_parameters() if value.numel() == 0]
     if names:
         raise RuntimeError(

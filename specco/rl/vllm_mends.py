@@ -2,8 +2,8 @@
 
 Every mend replaces one function or flag of vLLM from outside. They are applied by ``apply_mends`` alone: by the rollout
 engine before it builds vLLM, and by the ``vllm.general_plugins`` entry point in vLLM's own worker processes. On other
-platforms, and for versions that nobody checked, nothing is touched; ``check_sampled_speculation`` and
-``check_method`` then refuse the uses that would give wrong samples, or wrong drafts, without a word.
+platforms, and for versions that nobody checked, nothing is touched; ``check_sampled_speculation``, ``check_method`` and
+``check_experts`` then refuse the uses that would give wrong samples, drafts or refits without a word.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +348,21 @@ def check_method(method: str, version: str, is_cpu: bool) -> None:
                 f"method {method!r} is refused on vLLM {version} (CPU): {mend.reason}; the mend was checked on "
                 f"{', '.join(sorted(mend.versions))} only"
             )
+
+
+def check_experts(model: nn.Module, version: str, is_cpu: bool) -> None:
+    """Refuse a model with experts on a CPU build that was not checked: its refits would be wrong.
+
+    Raises:
+        RuntimeError: ``version`` is not among those that the mend of the experts was checked on.
+    """
+    mend = LIVE_EXPERT_WEIGHTS
+    has_experts = any(name.endswith(".w13_weight") for name, _ in model.named_parameters())
+    if has_experts and is_cpu and version not in mend.versions:
+        raise RuntimeError(
+            f"a model with experts is refused on vLLM {version} (CPU): {mend.reason}; the mend was checked on "
+            f"{', '.join(sorted(mend.versions))} only"
+        )
 
 
 def keep_process_groups() -> None:

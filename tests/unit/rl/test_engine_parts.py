@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 
 from specco.rl.engine import EngineConfig, EngineStats, SamplingConfig, derive_seed
 from specco.rl.refit import check_weights, read_weight_shapes
-from specco.rl.vllm_mends import MENDS, check_sampled_speculation, expand_batch_to_tokens, rebind_kernels, select_mends
+from specco.rl.vllm_mends import (
+    MENDS,
+    check_experts,
+    check_sampled_speculation,
+    expand_batch_to_tokens,
+    rebind_kernels,
+    select_mends,
+)
 
 
 class TestExpandBatchToTokens:
@@ -66,6 +73,16 @@ class TestVersions:
         check_sampled_speculation("0.33.0", is_cpu=False)
         with pytest.raises(RuntimeError, match=r"0\.33\.0.*uninitialised memory.*0\.32\.0"):
             check_sampled_speculation("0.33.0", is_cpu=True)
+
+    def test_experts_need_a_checked_version(self):
+        dense, experts = torch.nn.Linear(2, 2), torch.nn.Module()
+        experts.layer = torch.nn.Module()
+        experts.layer.w13_weight = torch.nn.Parameter(torch.empty(1, 4, 2))
+        check_experts(dense, "0.33.0", is_cpu=True)
+        check_experts(experts, "0.33.0", is_cpu=False)
+        check_experts(experts, "0.32.0", is_cpu=True)
+        with pytest.raises(RuntimeError, match=r"experts is refused on vLLM 0\.33\.0.*a refit writes.*0\.32\.0 only"):
+            check_experts(experts, "0.33.0", is_cpu=True)
 
 
 class TestConfigs:
