@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from specco.titan import cpu_support
@@ -30,12 +32,14 @@ from torchtitan.components.checkpointer.utils import canonical_fqn  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
 from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
 
 from helpers.gpt_oss import make_gpt_oss_config  # noqa: E402
 from specco.drafts.load import read_draft_config  # noqa: E402
 from specco.packing import PackedTokens, pack_documents  # noqa: E402
 from specco.rl.grpo import GrpoLoss  # noqa: E402
+from specco.titan import learner as learner_module  # noqa: E402
 from specco.titan.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint  # noqa: E402
 from specco.titan.export import read_policy_config  # noqa: E402
 from specco.titan.learner import Learner, policy_and_draft_groups  # noqa: E402
@@ -186,6 +190,25 @@ def make_microbatches(
         ids, masks = [documents["ids"][i] for i in indices], [documents["masks"][i] for i in indices]
         microbatches += pack_documents(ids, masks, max_tokens=max_tokens, sample_ids=indices, row_values=values)
     return microbatches
+
+
+class SharedDims(ParallelDims):
+    """One set of process groups a layout: each has threads of gloo that wake up until the process ends."""
+
+    built: ClassVar[dict[str, ParallelDims]] = {}
+
+    @classmethod
+    def from_config(cls, parallelism_config: ParallelismConfig, world_size: int) -> ParallelDims:
+        key = repr(parallelism_config)
+        if key not in cls.built:
+            cls.built[key] = super().from_config(parallelism_config, world_size)
+        return cls.built[key]
+
+    def build_mesh(self) -> DeviceMesh:
+        return super().build_mesh() if self._world_mesh is None else self._world_mesh
+
+
+learner_module.ParallelDims = SharedDims
 
 
 def build_learner(
