@@ -15,9 +15,9 @@ take turns, the order turning by one each time:
 
 cpu_s       CPU seconds of the busiest rank, forward and backward (time.process_time: all threads of the process)
 wall_s      seconds of the slowest rank; means something only where each rank has a core of its own
-peak_mib    growth of the resident peak during a step, median of three untimed ones (VmHWM, reset through
-            /proc/self/clear_refs, over VmRSS before it; malloc is told to map every block of 64 KiB or more, so that
-            freed memory leaves VmRSS at once)
+peak_mib    growth of the resident peak during a step, median of three untimed ones before the timed ones (VmHWM, reset
+            through /proc/self/clear_refs, over VmRSS before it; malloc is told from the start to map every block of
+            64 KiB or more, so that freed memory leaves VmRSS at once)
 saved_mib   what forward keeps for backward, its inputs too: storages that saved_tensors_hooks sees or our Trunk holds,
             each once
 sent_mib    bytes sent by a rank, the largest over ranks; wait_s: seconds that rank stood waiting
@@ -241,6 +241,19 @@ def read_status(key: str) -> int:
     raise ValueError(f"/proc/self/status has no {key}")
 
 
+def map_blocks_from(num_bytes: int) -> None:
+    """Tell malloc to map blocks of this size and more, each by itself; they then leave VmRSS when they are freed.
+
+    A block that malloc finds room for in its heap is not mapped, so a small limit must be set before the heap grows.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        raise RuntimeError("peak memory is measured with glibc's mallopt; this system has another C library")
+    mmap_threshold, trim_threshold = -3, -1
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, num_bytes)
+    libc.mallopt(trim_threshold, 2 * num_bytes)
+
+
 def measure_memory(case: Case, variant, local) -> dict[str, float]:
     """Peak growth and saved bytes of one step, see the module's docstring. Collective."""
     clear_gradients(local)
@@ -250,14 +263,7 @@ def measure_memory(case: Case, variant, local) -> dict[str, float]:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    libc, is_glibc = ctypes.CDLL(None), platform.libc_ver()[0] == "glibc"
-    if not is_glibc:
-        raise RuntimeError("peak memory is measured with glibc's mallopt; this system has another C library")
-    mmap_threshold, trim_threshold = -3, -1
-    libc.mallopt(mmap_threshold, 64 * 1024)
-    libc.mallopt(trim_threshold, 64 * 1024)
     gc.collect()
-    libc.malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")
     before = read_status("VmRSS")
@@ -267,8 +273,6 @@ def measure_memory(case: Case, variant, local) -> dict[str, float]:
     variant.note_held = None
     torch.autograd.backward(outs, local["grad"])
     peak = read_status("VmHWM") - before
-    libc.mallopt(mmap_threshold, 32 * MIB)
-    libc.mallopt(trim_threshold, 64 * MIB)
     return {"peak_mib": peak / MIB, "saved_mib": sum(saved.values()) / MIB}
 
 
@@ -283,29 +287,27 @@ def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> l
     rows: list[dict] = []
     for variant, local in built.values():
         time_step(case, variant, local)
+    memory = [{name: measure_memory(case, *built[name]) for name in variants} for _ in range(MEMORY_STEPS)]
+    map_blocks_from(32 * MIB)
     for repeat in range(repeats):
         turn = repeat % len(variants)
         for name in variants[turn:] + variants[:turn]:
             rows.append({"variant": name, "repeat": repeat, **time_step(case, *built[name])})
-    memory = [{name: measure_memory(case, *built[name]) for name in variants} for _ in range(MEMORY_STEPS)]
     return [row | memory[row["repeat"] % MEMORY_STEPS][str(row["variant"])] for row in rows]
 
 
-def worker(rank: int, cp: int, store: str, cases: list[Case], options: argparse.Namespace, out: str) -> None:
+def worker(rank: int, case: Case, store: str, options: argparse.Namespace, out: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)  # collectives renamed in torch 2.13, kept for 2.11
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=cp)
-    groups, results = make_groups(cp), []
-    for case in cases:
-        variants = options.variants or list_variants(cp)
-        if options.check:
-            results += check_case(case, variants, groups)
-            continue
-        per_rank: list = [None] * cp
+    map_blocks_from(MIB // 16)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.cp)
+    groups, variants = make_groups(case.cp), options.variants or list_variants(case.cp)
+    if options.check:
+        results = check_case(case, variants, groups)
+    else:
+        per_rank: list = [None] * case.cp
         dist.all_gather_object(per_rank, bench_case(case, variants, options.repeats, groups))
-        results += reduce_ranks(case, per_rank)
-        if rank == 0:
-            print_table(results[-len(variants) :])
+        results = reduce_ranks(case, per_rank)
     if rank == 0:
         Path(out).write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -392,16 +394,12 @@ def print_table(rows: list[dict]) -> None:
         print(f"{row['variant']:12}{ratio:>7}" + "".join(f"{row[key]:11.3f}" for key in FIGURES), flush=True)
 
 
-def run_cases(cases: list[Case], options: argparse.Namespace) -> list[dict]:
-    """Spawn the ranks once for each degree and run its cases."""
-    results = []
-    for cp in sorted({case.cp for case in cases}):
-        with tempfile.TemporaryDirectory() as folder:
-            out = str(Path(folder) / "results.json")
-            here = [case for case in cases if case.cp == cp]
-            mp.spawn(worker, (cp, str(Path(folder) / "store"), here, options, out), cp)
-            results += json.loads(Path(out).read_text())
-    return results
+def run_case(case: Case, options: argparse.Namespace) -> list[dict]:
+    """Spawn the ranks of one case and return its rows. No case inherits the heap that another one left."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        mp.spawn(worker, (case, str(Path(folder) / "store"), options, str(out)), case.cp)
+        return json.loads(out.read_text())
 
 
 def main() -> None:
@@ -430,7 +428,11 @@ def main() -> None:
     if options.pairs:
         report_pairs(options.cp)
         return
-    results = run_cases(cases, options)
+    results = []
+    for case in sorted(cases, key=lambda case: case.cp):
+        results += run_case(case, options)
+        if not options.check:
+            print_table([row for row in results if row["name"] == case.name])
     if options.check and not print_checks(results):
         raise SystemExit(1)
     if options.plot:
