@@ -43,8 +43,9 @@ from specco.ops.custom_op import attend_once
 from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
-from specco.ops.passes import backward_pass, build_query_pass, forward_pass
+from specco.ops.passes import PassInputs, backward_pass, build_query_pass, forward_pass
 from specco.ops.ring import GatheredShards, RingShards, TrafficCounters
+from specco.ops.rows import as_dense
 
 GATHER_BUDGET_BYTES = 2**29
 """``mode="auto"`` gathers where the whole trunk's K, V, dK and dV take at most this many bytes a rank."""
@@ -72,7 +73,7 @@ class _Attend(torch.autograd.Function):
         branch = None
         if branch_tensors:
             branch = BranchKeys(list(branch_tensors[:num_keys]), list(branch_tensors[num_keys:]), mask)
-        out, lse = forward_pass(query_pass, make_shards(k, v), q, branch, sinks, scale)
+        out, lse = forward_pass(PassInputs(query_pass, make_shards(k, v), as_dense(q), branch, scale), sinks)
         ctx.save_for_backward(q, k, v, sinks, out, lse, *branch_tensors)
         ctx.query_pass, ctx.make_shards, ctx.scale = query_pass, make_shards, scale
         ctx.mask, ctx.num_keys = mask, num_keys
@@ -84,9 +85,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, dout, _):
         q, k, v, sinks, out, lse, *tensors = ctx.saved_tensors
         branch = BranchKeys(tensors[: ctx.num_keys], tensors[ctx.num_keys :], ctx.mask) if tensors else None
-        dq, dtrunk, dkeys, dvalues = backward_pass(
-            ctx.query_pass, ctx.make_shards(k, v), dout, q, out, lse, branch, ctx.scale
-        )
+        inputs = PassInputs(ctx.query_pass, ctx.make_shards(k, v), as_dense(q), branch, ctx.scale)
+        dq, dtrunk, dkeys, dvalues = backward_pass(inputs, dout, out, lse)
         dk, dv = (torch.zeros_like(k), None) if dtrunk is None else dtrunk
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return (None, None, None, None, None, dq, dk, dv, dsinks, *dkeys, *dvalues)

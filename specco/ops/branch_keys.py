@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specco.ops.naive import accumulator_dtype
 
-# Elements of a block of queries (1 MiB in float32) on the CPU; a GPU takes blocks a hundred times larger.
-_BLOCK_ELEMENTS = {"cpu": 2**18}
+# Elements of a block of queries (half a MiB in float32) on the CPU; a GPU takes blocks a hundred times larger.
+_BLOCK_ELEMENTS = {"cpu": 2**17}
 _DEFAULT_BLOCK_ELEMENTS = 2**25
 
 

@@ -17,8 +17,9 @@ from specco.ops.checks import find_pass_problem, find_trunk_problem, raise_toget
 from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
-from specco.ops.passes import QueryPass, backward_pass, build_query_pass, forward_pass
+from specco.ops.passes import PassInputs, backward_pass, build_query_pass, forward_pass
 from specco.ops.ring import RingShards, TrafficCounters
+from specco.ops.rows import as_dense
 
 
 @lru_cache(maxsize=32)
@@ -30,17 +31,19 @@ def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    branch: BranchKeys | None,
     anchors: Tensor | None,
     layout: PackedLayout,
     trunk_inclusive: bool,
     window: int | None,
     query_offset: Tensor | None,
     group: dist.ProcessGroup | None,
+    scale: float,
     backend: str,
-) -> tuple[QueryPass, RingShards]:
+) -> PassInputs:
     chosen = get_backend(backend, q.device, q.dtype)
     query_pass = build_query_pass(layout, chosen, q, k.shape[1], anchors, trunk_inclusive, window, query_offset)
-    return query_pass, RingShards(k, v, layout, group, TrafficCounters())
+    return PassInputs(query_pass, RingShards(k, v, layout, group, TrafficCounters()), as_dense(q), branch, scale)
 
 
 def _as_branch(k_branch: Tensor | None, v_branch: Tensor | None, mask: Tensor | None) -> BranchKeys | None:
@@ -79,8 +82,9 @@ def _attend(
         or find_pass_problem(q, k, keys, values, anchors, layout, branch_mask, window, query_offset, sinks)
     )
     raise_together(problem, group, q.device)
-    query_pass, shards = _prepare(q, k, v, anchors, layout, trunk_inclusive, window, query_offset, group, backend)
-    return forward_pass(query_pass, shards, q, _as_branch(k_branch, v_branch, branch_mask), sinks, scale)
+    branch = _as_branch(k_branch, v_branch, branch_mask)
+    inputs = _prepare(q, k, v, branch, anchors, layout, trunk_inclusive, window, query_offset, group, scale, backend)
+    return forward_pass(inputs, sinks)
 
 
 @_attend.register_fake
@@ -113,9 +117,9 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = _build_layout(tuple(cu_seqlens.tolist()), cp_size, cp_rank)
     group = None if group_name is None else _resolve_process_group(cast(Any, group_name))
-    query_pass, shards = _prepare(q, k, v, anchors, layout, trunk_inclusive, window, query_offset, group, backend)
     branch = _as_branch(k_branch, v_branch, branch_mask)
-    dq, dtrunk, dkeys, dvalues = backward_pass(query_pass, shards, dout, q, out, lse, branch, scale)
+    inputs = _prepare(q, k, v, branch, anchors, layout, trunk_inclusive, window, query_offset, group, scale, backend)
+    dq, dtrunk, dkeys, dvalues = backward_pass(inputs, dout, out, lse)
     assert dtrunk is not None
     dk, dv = dtrunk
     if dk.untyped_storage().data_ptr() == dv.untyped_storage().data_ptr():

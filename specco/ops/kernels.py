@@ -22,8 +22,8 @@ from specco.ops.naive import accumulator_dtype
 logger = logging.getLogger(__name__)
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# Elements of one additive mask, and of one float32 copy of q, that the CPU backend makes at a time (4 MiB: its L2/L3).
-_CPU_BLOCK_ELEMENTS = 2**20
+# Elements of one additive mask, and of one float32 copy of q, that the CPU backend makes at a time (1 MiB: its L2).
+_CPU_BLOCK_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Backend(Protocol):
 
 
 def _to_heads(x: Tensor, dtype: torch.dtype, num_folded: int) -> Tensor:
-    """Return ``[b, n, N, ...]`` as ``[b, N // num_folded, num_folded * n, ...]``, if of 16 bits then dense."""
+    """Return ``[b, n, N, ...]`` as ``[b, N // num_folded, num_folded * n, ...]``, rows of 16 bits then dense."""
     x = x.to(dtype).transpose(1, 2)
-    if dtype in HALF_TYPES:
+    if dtype in HALF_TYPES and x.stride(2) != x.shape[-1]:
         x = x.contiguous()
     return x if num_folded == 1 else x.unflatten(1, (-1, num_folded)).flatten(2, 3)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,19 +13,53 @@ from specco.ops.kernels import Backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
 from specco.ops.plan import QueryRows, StepPlan, plan_anchored, plan_every_row
-from specco.ops.ring import Contributions, GatheredShards, RingShards
-from specco.ops.rows import as_dense
+from specco.ops.ring import Contribution, GatheredShards, RingShards
 
 _NUM_KEPT_PASSES = 8
+# Elements of the queries of a chunk on the CPU; a GPU takes chunks a hundred times larger. Smaller chunks hold less
+# memory and make more calls.
+_CHUNK_ELEMENTS = {"cpu": 2**18}
+_DEFAULT_CHUNK_ELEMENTS = 2**26
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Branches of a pass that are walked together: copies in kernel order exist for one chunk at a time.
+
+    Args:
+        branches: int64 ``[b]``, in the order of their kernel rows; a slice where they follow each other.
+        queries: their rows; None = every row of the layout, in order.
+        plans: of the steps, by source and places of the keys.
+    """
+
+    branches: Tensor | slice
+    queries: QueryRows | None
+    plans: dict[tuple, StepPlan] = field(default_factory=dict)
+
+    def take(self, x: Tensor) -> Tensor:
+        """Return the chunk's part of ``x [B, ...]``, a view where its branches follow each other."""
+        return x[self.branches] if isinstance(self.branches, slice) else x.index_select(0, self.branches.to(x.device))
+
+    def put(self, total: Tensor | None, part: Tensor, num_branches: int) -> Tensor:
+        """Set the chunk's part of ``total [B, ...]`` and return it; None: make it, or take a whole part as it is."""
+        if part.shape[0] == num_branches and isinstance(self.branches, slice):
+            return part
+        if total is None:
+            total = part.new_empty(num_branches, *part.shape[1:])
+        if isinstance(self.branches, slice):
+            total[self.branches] = part
+        else:
+            total.index_copy_(0, self.branches.to(total.device), part)
+        return total
 
 
 class QueryPass:
     """How the queries ``[B, G, N, H]`` of one pass become kernel rows, and which calls they need in each step.
 
     Every-row queries without a window keep their order, and the G queries of a row become heads (they see the same
-    prefix). Others are sorted by anchor, and the R = N // K query heads that read one key head become rows: query g of
-    branch b in head ``k * R + r`` is row ``(b * G + g) * R + r`` of head k. Few anchors so make blocks of many rows, in
-    which the kernels are quickest.
+    prefix). Others are sorted by anchor, cut into chunks, and the R = N // K query heads that read one key head become
+    rows: query g of the chunk's branch b in head ``k * R + r`` is row ``(b * G + g) * R + r`` of head k. Few anchors so
+    make blocks of many rows, in which the kernels are quickest; the rows lie heads-major, as the CPU's want them.
 
     Args:
         layout: of the trunk.
@@ -36,6 +71,7 @@ class QueryPass:
         trunk_inclusive: whether the anchor's own row is seen.
         window: sliding window in tokens, or None.
         query_offset: int64 ``[G]``, or None for 0..G-1.
+        chunk_size: branches walked at a time where they are not every row, in order.
     """
 
     def __init__(
@@ -50,6 +86,7 @@ class QueryPass:
         trunk_inclusive: bool,
         window: int | None,
         query_offset: Tensor | None,
+        chunk_size: int,
     ) -> None:
         self.layout, self.backend, self.trunk_inclusive = layout, backend, trunk_inclusive
         self.num_queries, self.num_kv_heads, self.num_groups = num_queries, num_kv_heads, num_groups
@@ -58,49 +95,48 @@ class QueryPass:
         if window is not None and window >= longest + int(offsets.max()):
             window = None
         self.has_padding_rows = anchors is None and layout.has_padding
-        self.order: Tensor | None = None
-        self.queries: QueryRows | None = None
-        self._plans: dict[tuple, StepPlan] = {}
         if anchors is None and window is None:
+            self.chunks = [Chunk(slice(0, layout.num_rows), None)]
             return
         if anchors is None:
-            rows = (layout.global_rows >= 0).nonzero().view(-1)
-            self.order = rows if layout.has_padding else None
+            rows = branches = (layout.global_rows >= 0).nonzero().view(-1)
         else:
-            rows, order = torch.sort(anchors.cpu(), stable=True)
-            self.order = None if bool((order[1:] > order[:-1]).all()) else order
-        self.queries = QueryRows(
-            documents=layout.document_ids[rows],
-            anchors=rows,
-            positions=layout.position_ids[rows],
-            num_queries=num_queries * num_groups,
-            offsets=offsets.repeat_interleave(num_groups),
-            trunk_inclusive=trunk_inclusive,
-            window=window,
-        )
+            rows, branches = torch.sort(anchors.cpu(), stable=True)
+        is_in_order = torch.equal(branches, torch.arange(branches.numel()))
+        self.chunks = []
+        for begin in range(0, rows.numel(), chunk_size):
+            part = slice(begin, min(begin + chunk_size, rows.numel()))
+            queries = QueryRows(
+                documents=layout.document_ids[rows[part]],
+                anchors=rows[part],
+                positions=layout.position_ids[rows[part]],
+                num_queries=num_queries * num_groups,
+                offsets=offsets.repeat_interleave(num_groups),
+                trunk_inclusive=trunk_inclusive,
+                window=window,
+            )
+            self.chunks.append(Chunk(part if is_in_order else branches[part], queries))
 
-    def to_rows(self, x: Tensor) -> Tensor:
-        """Return ``[B, G, N, ...]`` as kernel rows ``[Q, heads, ...]``."""
-        num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
-        if self.queries is not None and self.order is not None:
-            x = x.index_select(0, self.order.to(x.device))
-        x = x.reshape(x.shape[0], num_queries, num_kv_heads, num_groups, *x.shape[3:])
-        if self.queries is None:
-            return x.transpose(1, 2).reshape(x.shape[0], num_kv_heads * num_queries * num_groups, *x.shape[4:])
-        return x.transpose(2, 3).reshape(x.shape[0] * num_queries * num_groups, num_kv_heads, *x.shape[4:])
+    def to_rows(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Return a chunk's part ``[b, G, N, ...]`` of a tensor as kernel rows ``[Q, heads, ...]``."""
+        x = x.reshape(x.shape[0], self.num_queries, self.num_kv_heads, self.num_groups, *x.shape[3:])
+        if chunk.queries is None:
+            x = x.transpose(1, 2)
+            return x.reshape(x.shape[0], self.num_kv_heads * self.num_queries * self.num_groups, *x.shape[4:])
+        return x.movedim(2, 0).reshape(self.num_kv_heads, -1, *x.shape[4:]).transpose(0, 1)
 
-    def from_rows(self, rows: Tensor, shape: torch.Size, fill: float) -> Tensor:
-        """Undo :meth:`to_rows`, contiguous; branches that have no row get ``fill``."""
+    def from_rows(self, rows: Tensor, chunk: Chunk) -> Tensor:
+        """Undo :meth:`to_rows`, contiguous."""
         num_queries, num_kv_heads, num_groups = self.num_queries, self.num_kv_heads, self.num_groups
-        if self.queries is None:
-            rows = rows.view(shape[0], num_kv_heads, num_queries, num_groups, *shape[3:]).transpose(1, 2)
-            return rows.reshape(shape).contiguous()
-        num_branches = rows.shape[0] // (num_queries * num_groups)
-        rows = rows.view(num_branches, num_queries, num_groups, num_kv_heads, *shape[3:]).transpose(2, 3)
-        rows = rows.reshape(num_branches, *shape[1:]).contiguous()
-        if self.order is None:
-            return rows
-        return rows.new_full(shape, fill).index_copy_(0, self.order.to(rows.device), rows)
+        if chunk.queries is None:
+            x = rows.view(rows.shape[0], num_kv_heads, num_queries, num_groups, *rows.shape[2:]).transpose(1, 2)
+        else:
+            x = rows.view(-1, num_queries, num_groups, num_kv_heads, *rows.shape[2:]).transpose(2, 3)
+        return x.reshape(x.shape[0], num_queries, num_kv_heads * num_groups, *rows.shape[2:]).contiguous()
+
+    def is_last(self, source: int) -> bool:
+        """Return whether the step that holds a rank's keys is the last of a walk."""
+        return source == (self.layout.cp_rank + 1) % self.layout.cp_size
 
     def is_final(self, plan: StepPlan) -> bool:
         """Return whether a plan writes each row once and no other step follows: then no accumulator is needed."""
@@ -112,16 +148,17 @@ class QueryPass:
             for tensor in tensors:
                 tensor.index_fill_(0, self.layout.on_device("padding_rows", tensor.device), fill)
 
-    def plan(self, source: int, bases: Tensor) -> StepPlan:
-        """Return the calls of the step that holds a rank's keys; plans of every-row passes are kept by the layout.
+    def plan(self, chunk: Chunk, source: int, bases: Tensor) -> StepPlan:
+        """Return a chunk's calls of the step that holds a rank's keys; plans of every-row passes stay in the layout.
 
         Args:
+            chunk: of this pass.
             source: the rank.
             bases: int64 ``[n]``, place in the key tensor that stands for local row 0 of each document.
         """
         is_ragged = self.backend.is_ragged
-        queries = self.queries
-        memo = self.layout.memo if queries is None else self._plans
+        queries = chunk.queries
+        memo = self.layout.memo if queries is None else chunk.plans
         key = ("plan", source, self.trunk_inclusive, is_ragged, tuple(bases.tolist()))
         if key not in memo:
             memo[key] = (
@@ -149,19 +186,22 @@ class PairCounts:
 
 def count_pairs(query_pass: QueryPass) -> PairCounts:
     """Count the trunk pairs of a pass on this rank. No collective."""
-    layout, queries = query_pass.layout, query_pass.queries
-    bases = layout.local_cu_seqlens[:-1]
-    plans = [query_pass.plan(source, bases) for source in range(layout.cp_size)]
-    computed = sum(call.num_computed for plan in plans for call in plan.calls)
-    if queries is None:
-        rows = layout.position_ids[layout.global_rows >= 0] + int(query_pass.trunk_inclusive)
-        return PairCounts(int(rows.sum()) * query_pass.num_queries, computed * query_pass.num_queries)
-    last = queries.positions[:, None] + int(queries.trunk_inclusive)
-    first = torch.zeros_like(last)
-    if queries.window is not None:
-        first = (queries.positions[:, None] + queries.offsets - queries.window + 1).clamp(min=0)
-    visible = (last - first).clamp(min=0).expand(-1, queries.num_queries)
-    return PairCounts(int(visible.sum()) // query_pass.num_groups, computed // query_pass.num_groups)
+    layout = query_pass.layout
+    bases, num_visible, num_computed = layout.local_cu_seqlens[:-1], 0, 0
+    for chunk in query_pass.chunks:
+        queries = chunk.queries
+        plans = [query_pass.plan(chunk, source, bases) for source in range(layout.cp_size)]
+        computed = sum(call.num_computed for plan in plans for call in plan.calls)
+        if queries is None:
+            rows = layout.position_ids[layout.global_rows >= 0] + int(query_pass.trunk_inclusive)
+            return PairCounts(int(rows.sum()) * query_pass.num_queries, computed * query_pass.num_queries)
+        last = queries.positions[:, None] + int(queries.trunk_inclusive)
+        first = torch.zeros_like(last)
+        if queries.window is not None:
+            first = (queries.positions[:, None] + queries.offsets - queries.window + 1).clamp(min=0)
+        num_visible += int((last - first).clamp(min=0).expand(-1, queries.num_queries).sum())
+        num_computed += computed
+    return PairCounts(num_visible // query_pass.num_groups, num_computed // query_pass.num_groups)
 
 
 def build_query_pass(
@@ -181,7 +221,10 @@ def build_query_pass(
     anchor_key = None if anchors is None else tuple(anchors.tolist())
     offset_key = None if query_offset is None else tuple(query_offset.tolist())
     num_groups = q.shape[2] // num_kv_heads
-    key = (anchor_key, offset_key, q.shape[1], num_kv_heads, num_groups, trunk_inclusive, window, backend)
+    elements = _CHUNK_ELEMENTS.get(q.device.type, _DEFAULT_CHUNK_ELEMENTS)
+    chunk_size = max(1, elements // max(1, q.shape[1:].numel()))
+    options = (q.shape[1], num_kv_heads, num_groups, trunk_inclusive, window, backend, chunk_size)
+    key = (anchor_key, offset_key, *options)
     recent: dict[tuple, QueryPass] = layout.memo.setdefault(("passes",), {})
     if key not in recent:
         if len(recent) == _NUM_KEPT_PASSES:
@@ -196,130 +239,178 @@ def build_query_pass(
             trunk_inclusive=trunk_inclusive,
             window=window,
             query_offset=query_offset,
+            chunk_size=chunk_size,
         )
     return recent[key]
 
 
-def _walk_forward(
-    query_pass: QueryPass, shards: RingShards | GatheredShards, q: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Return (out ``[Q, heads, H]``, lse ``[Q, heads]``) of the trunk, in kernel order.
+@dataclass(frozen=True)
+class PassInputs:
+    """What forward and backward of a pass have in common.
 
-    A function of its own, so that the queries' copy in kernel order is gone before the branch is folded in.
+    Args:
+        query_pass: the order of the rows and the calls.
+        shards: the trunk's keys and values.
+        q: ``[B, G, N, H]``, stride 1 in its last dim.
+        branch: keys of the branches, or None.
+        scale: factor of the scores.
     """
-    rows = query_pass.to_rows(q)
-    dtype = accumulator_dtype(q.dtype)
-    partial: list[Tensor] = []
+
+    query_pass: QueryPass
+    shards: RingShards | GatheredShards
+    q: Tensor
+    branch: BranchKeys | None
+    scale: float
+
+    def take_branch(self, chunk: Chunk) -> BranchKeys | None:
+        """Return the branch keys of a chunk."""
+        if self.branch is None:
+            return None
+        keys, values = ([chunk.take(x) for x in part] for part in (self.branch.keys, self.branch.values))
+        mask = self.branch.mask
+        return BranchKeys(keys, values, chunk.take(mask) if mask is not None and mask.dim() == 3 else mask)
+
+
+def _attend_chunk(
+    inputs: PassInputs, plan: StepPlan, rows: Tensor, k: Tensor, v: Tensor, partial: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return ``out [Q, heads, H]`` and ``lse [Q, heads]`` of a chunk's rows over one more shard of the trunk.
+
+    Args:
+        partial: the same over earlier shards, overwritten; None before the first.
+    """
+    query_pass, dtype = inputs.query_pass, accumulator_dtype(rows.dtype)
+    is_final = query_pass.is_final(plan)
+    is_whole = is_final and len(plan.calls) == 1
+    if partial is None and not is_whole:
+        new = torch.empty if plan.covers_all else torch.zeros
+        out = new(rows.shape, dtype=rows.dtype if is_final else dtype, device=rows.device)
+        partial = out, torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=rows.device)
+    for call in plan.calls:
+        part_out, part_lse = query_pass.backend.forward(
+            call.q_rows.take(rows), call.k_rows.take(k), call.k_rows.take(v), call.mask.to(rows.device), inputs.scale
+        )
+        if partial is None:
+            partial = part_out.flatten(0, 1), part_lse.flatten(0, 1)
+        elif call.is_first:
+            call.q_rows.write(*partial, part_out, part_lse)
+        else:
+            call.q_rows.merge(*partial, part_out, part_lse)
+    assert partial is not None
+    return partial
+
+
+def forward_pass(inputs: PassInputs, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
+    query_pass, q = inputs.query_pass, inputs.q
+    partials: dict[int, tuple[Tensor, Tensor]] = {}
+    results: list[Tensor | None] = [None, None]
 
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> None:
-        plan = query_pass.plan(source, bases)
-        is_final = query_pass.is_final(plan)
-        is_whole = is_final and len(plan.calls) == 1
-        if not partial and not is_whole:
-            new = torch.empty if plan.covers_all else torch.zeros
-            partial.append(new(rows.shape, dtype=q.dtype if is_final else dtype, device=q.device))
-            partial.append(torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=q.device))
-        for call in plan.calls:
-            part_out, part_lse = query_pass.backend.forward(
-                call.q_rows.take(rows), call.k_rows.take(k), call.k_rows.take(v), call.mask.to(q.device), scale
-            )
-            if is_whole:
-                partial.extend((part_out.flatten(0, 1), part_lse.flatten(0, 1)))
-            elif call.is_first:
-                call.q_rows.write(partial[0], partial[1], part_out, part_lse)
-            else:
-                call.q_rows.merge(partial[0], partial[1], part_out, part_lse)
+        for index, chunk in enumerate(query_pass.chunks):
+            rows = query_pass.to_rows(chunk.take(q), chunk)
+            plan = query_pass.plan(chunk, source, bases)
+            partial = _attend_chunk(inputs, plan, rows, k, v, partials.pop(index, None))
+            if not query_pass.is_last(source):
+                partials[index] = partial
+                continue
+            del rows
+            out, lse = (query_pass.from_rows(x, chunk) for x in partial)
+            del partial
+            parts = finish_forward(out, lse, chunk.take(q), inputs.take_branch(chunk), sinks, inputs.scale)
+            results[:] = [chunk.put(x, part, q.shape[0]) for x, part in zip(results, parts, strict=True)]
 
-    shards.forward(visit)
-    return partial[0], partial[1]
-
-
-def forward_pass(
-    query_pass: QueryPass,
-    shards: RingShards | GatheredShards,
-    q: Tensor,
-    branch: BranchKeys | None,
-    sinks: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return joint ``out [B, G, N, H]`` in q's dtype and ``lse [B, G, N]``. Collective over the shards' group."""
-    q = as_dense(q)
-    out_rows, lse_rows = _walk_forward(query_pass, shards, q, scale)
-    out = query_pass.from_rows(out_rows, q.shape, 0.0)
-    lse = query_pass.from_rows(lse_rows, q.shape[:-1], -torch.inf)
-    del out_rows, lse_rows
-    out, lse = finish_forward(out, lse, q, branch, sinks, scale)
+    inputs.shards.forward(visit)
+    out, lse = results
+    if out is None or lse is None:
+        out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
     query_pass.clear_padding([out], 0.0)
     query_pass.clear_padding([lse], -torch.inf)
     return out, lse
 
 
-def _walk_backward(
-    query_pass: QueryPass,
-    shards: RingShards | GatheredShards,
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Return (dq ``[Q, heads, H]`` in kernel order, (dk, dv) of the trunk or None); see ``_walk_forward``."""
-    q_rows, dout_rows, out_rows, lse_rows = (query_pass.to_rows(x) for x in (q, dout, out, lse))
-    dq: list[Tensor] = []
-
-    def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Contributions:
-        plan = query_pass.plan(source, bases)
-        is_final = query_pass.is_final(plan)
-        is_whole = is_final and len(plan.calls) == 1
-        if not dq and not is_whole:
-            dq_dtype = q.dtype if is_final else accumulator_dtype(q.dtype)
-            dq.append(torch.zeros(q_rows.shape, dtype=dq_dtype, device=q.device))
-        contributions: Contributions = []
-        for call in plan.calls:
-            part_dq, part_dk, part_dv = query_pass.backend.backward(
-                call.q_rows.take(dout_rows),
-                call.q_rows.take(q_rows),
-                call.k_rows.take(k),
-                call.k_rows.take(v),
-                call.q_rows.take(out_rows),
-                call.q_rows.take(lse_rows),
-                call.mask.to(q.device),
-                scale,
-            )
-            contributions.append((call.k_rows, part_dk, part_dv))
-            if is_whole:
-                dq.append(part_dq.flatten(0, 1))
-            else:
-                call.q_rows.add_to(dq[0], part_dq)
-        return contributions
-
-    dtrunk = shards.backward(visit)
-    return dq[0], dtrunk
+def _clear_empty_rows(dout: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return dout and lse by which rows without a key give no gradient, whatever their dout holds: exp(s - inf) = 0."""
+    is_empty = lse == -torch.inf
+    if not bool(is_empty.any()):
+        return dout.contiguous(), lse
+    return dout.masked_fill(is_empty.unsqueeze(-1), 0.0), lse.masked_fill(is_empty, torch.inf)
 
 
 def backward_pass(
-    query_pass: QueryPass,
-    shards: RingShards | GatheredShards,
-    dout: Tensor,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    branch: BranchKeys | None,
-    scale: float,
+    inputs: PassInputs, dout: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None, list[Tensor], list[Tensor]]:
     """Return dq, (dk, dv) of the trunk where the shards do not keep them, and the branch's dk and dv.
 
     Collective over the shards' group in ring mode.
     """
-    # exp(s - inf) = 0: rows without a key give no gradient, whatever their dout holds.
-    is_empty = lse == -torch.inf
-    has_empty = bool(is_empty.any())
-    lse = lse.masked_fill(is_empty, torch.inf) if has_empty else lse
-    dout = dout.masked_fill(is_empty.unsqueeze(-1), 0.0) if has_empty else dout.contiguous()
-    q = as_dense(q)
-    dq_rows, dtrunk = _walk_backward(query_pass, shards, dout, q, out, lse, scale)
-    dq_all = query_pass.from_rows(dq_rows, q.shape, 0.0)
-    del dq_rows
-    dq_all, dkeys, dvalues = finish_backward(dq_all, dout, q, out, lse, branch, scale)
-    query_pass.clear_padding([dq_all, *dkeys, *dvalues], 0.0)
-    return dq_all, dtrunk, dkeys, dvalues
+    query_pass, q, branch = inputs.query_pass, inputs.q, inputs.branch
+    sums: dict[int, Tensor] = {}
+    num_parts = 0 if branch is None else len(branch.keys)
+    results: list[Tensor | None] = [None] * (1 + 2 * num_parts)
+
+    def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Iterator[Contribution]:
+        for index, chunk in enumerate(query_pass.chunks):
+            given = chunk.take(q), *_clear_empty_rows(chunk.take(dout), chunk.take(lse)), chunk.take(out)
+            plan = query_pass.plan(chunk, source, bases)
+            dq = yield from _differentiate_chunk(inputs, plan, chunk, given, k, v, sums.pop(index, None))
+            if not query_pass.is_last(source):
+                sums[index] = dq
+                continue
+            dq = query_pass.from_rows(dq, chunk)
+            chunk_q, chunk_dout, chunk_lse, chunk_out = given
+            dq, dkeys, dvalues = finish_backward(
+                dq, chunk_dout, chunk_q, chunk_out, chunk_lse, inputs.take_branch(chunk), inputs.scale
+            )
+            parts = [dq, *dkeys, *dvalues]
+            results[:] = [chunk.put(x, part, q.shape[0]) for x, part in zip(results, parts, strict=True)]
+
+    dtrunk = inputs.shards.backward(visit)
+    templates = [q] if branch is None else [q, *branch.keys, *branch.values]
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(templates, results, strict=True)]
+    query_pass.clear_padding(grads, 0.0)
+    return grads[0], dtrunk, grads[1 : 1 + num_parts], grads[1 + num_parts :]
+
+
+def _differentiate_chunk(
+    inputs: PassInputs,
+    plan: StepPlan,
+    chunk: Chunk,
+    given: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor | None,
+) -> Generator[Contribution, None, Tensor]:
+    """Yield what a chunk's rows add to dK and dV of a shard, and return ``dq [Q, heads, H]`` with it added.
+
+    Args:
+        given: the chunk's part of q, dout, lse and out.
+        dq: the same over earlier shards, overwritten; None before the first.
+    """
+    query_pass = inputs.query_pass
+    q_rows, dout_rows, lse_rows, out_rows = (query_pass.to_rows(x, chunk) for x in given)
+    is_final = query_pass.is_final(plan)
+    if dq is None and not (is_final and len(plan.calls) == 1):
+        dq_dtype = q_rows.dtype if is_final else accumulator_dtype(q_rows.dtype)
+        dq = torch.zeros(q_rows.shape, dtype=dq_dtype, device=q_rows.device)
+    for call in plan.calls:
+        part_dq, part_dk, part_dv = query_pass.backend.backward(
+            call.q_rows.take(dout_rows),
+            call.q_rows.take(q_rows),
+            call.k_rows.take(k),
+            call.k_rows.take(v),
+            call.q_rows.take(out_rows),
+            call.q_rows.take(lse_rows),
+            call.mask.to(k.device),
+            inputs.scale,
+        )
+        if dq is None:
+            dq = part_dq.flatten(0, 1)
+        else:
+            call.q_rows.add_to(dq, part_dq)
+        contribution = call.k_rows, part_dk, part_dv
+        del part_dq, part_dk, part_dv
+        yield contribution
+        del contribution
+    assert dq is not None
+    return dq

@@ -112,6 +112,11 @@ def _group(segments: Tensor, sizes: Tensor) -> list[Tensor]:
     return list(segments[order].split(counts.tolist()))
 
 
+def _count_padded(segments: Tensor) -> int:
+    """Return the pairs of segments ``[m, 4]`` when all are padded to the largest."""
+    return segments.shape[0] * int(segments[:, 1].max()) * int(segments[:, 3].max())
+
+
 def batch_segments(
     segments: Tensor,
     *,
@@ -133,7 +138,12 @@ def batch_segments(
     """
     sizes = segments[:, 1::2]
     if bounds is not None:
-        return [_masked_call(group, bounds, is_first) for group in _group(segments, round_up(sizes))]
+        groups = _group(segments, round_up(sizes))
+        # One call for all where its padding costs less than the calls that it saves.
+        num_apart = sum(_count_padded(group) for group in groups)
+        if groups and _count_padded(segments) - num_apart <= _SMALL_PAIRS // 4 * (len(groups) - 1):
+            groups = [segments]
+        return [_masked_call(group, bounds, is_first) for group in groups]
     if is_ragged:
         return [_dense_call(segments, is_causal, is_first, True)] if segments.numel() else []
     groups = _group(segments, sizes)
@@ -226,15 +236,26 @@ def _runs(*keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tree_levels(queries: QueryRows, last: Tensor, bases: Tensor, lengths: Tensor) -> list[Tensor]:
-    """Cover ragged prefixes ``[0, last)`` by segments ``[m, 4]``: masked leaves, then the dense nodes of each level."""
+    """Cover ragged prefixes ``[0, last)`` by segments ``[m, 4]``: masked leaves, then dense blocks in disjoint sets.
+
+    The dense ones are what all queries of a document see, where that is worth a call, and above it the nodes of each
+    level of a tree.
+    """
     num_queries, base = queries.num_queries, bases[queries.documents]
-    leaf = (lengths // 64).clamp(min=32)[queries.documents]
+    starts, counts = _runs(queries.documents)
+    shared = last[starts]
+    shared = shared.where(counts * num_queries * shared >= _SMALL_PAIRS, 0)
+    prefixes = torch.stack([starts * num_queries, counts * num_queries, base[starts], shared], 1)
+    levels = [prefixes[shared > 0]]
+    shared = torch.repeat_interleave(shared, counts)
+    base, last = base + shared, last - shared
+    # Wide leaves compute pairs that nobody sees, narrow ones take more calls.
+    leaf = torch.maximum(lengths // 64, (lengths // 32).clamp(32, 64))[queries.documents]
     node = last // leaf
     starts, counts = _runs(queries.documents, node)
     begin = (node * leaf)[starts]
     widths = last[starts + counts - 1] - begin
     leaves = torch.stack([starts * num_queries, counts * num_queries, base[starts] + begin, widths], 1)
-    levels = [leaves[widths > 0]]
     width = leaf
     while bool((last >= width).any()):
         node = last // width
@@ -244,7 +265,7 @@ def _tree_levels(queries: QueryRows, last: Tensor, bases: Tensor, lengths: Tenso
         nodes = torch.stack([starts * num_queries, counts * num_queries, first_key, within * width[starts]], 1)
         levels.append(nodes[within > 0])
         width = width * _RADIX
-    return levels
+    return [leaves[widths > 0], *levels]
 
 
 def _window_parts(

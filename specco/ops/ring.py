@@ -2,7 +2,7 @@
 
 Both classes offer the same two walks over the shards that this rank may see. ``forward(visit)`` calls
 ``visit(source, k, v, bases)`` for each, own shard first; ``backward(visit)`` does the same, takes the contributions to
-dK and dV that ``visit`` returns, and sees to it that they arrive at their owners.
+dK and dV that ``visit`` yields, one by one, and sees to it that they arrive at their owners.
 
 Ring, cp_size = 4, seen from rank r (K/V move to r + 1; dK/dV start at the first remote rank and follow them)::
 
@@ -14,7 +14,7 @@ Ring, cp_size = 4, seen from rank r (K/V move to r + 1; dK/dV start at the first
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +25,11 @@ from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
 from specco.ops.rows import RowSet, as_dense
 
-Contributions = list[tuple[RowSet, Tensor, Tensor]]
+Contribution = tuple[RowSet, Tensor, Tensor]
 """Rows of a shard with the gradients of their keys and values, ``[b, n, K, H]`` each."""
 
 ForwardVisit = Callable[[int, Tensor, Tensor, Tensor], None]
-BackwardVisit = Callable[[int, Tensor, Tensor, Tensor], Contributions]
+BackwardVisit = Callable[[int, Tensor, Tensor, Tensor], Iterable[Contribution]]
 
 
 @dataclass
@@ -101,11 +101,12 @@ def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
     return kv[0].transpose(0, 1), kv[1].transpose(0, 1)
 
 
-def add_contributions(total: Tensor, contributions: Contributions) -> None:
-    """Add the gradients of some rows to ``total [2, T, K, H]``."""
+def add_contributions(total: Tensor, contributions: Iterable[Contribution]) -> None:
+    """Add the gradients of some rows to ``total [2, T, K, H]``; each may go before the next one is made."""
     for rows, dk, dv in contributions:
         rows.add_to(total[0], dk)
         rows.add_to(total[1], dv)
+        del dk, dv
 
 
 class RingShards:
@@ -139,12 +140,13 @@ class RingShards:
         following, preceding = self._neighbours()
         kv_held = _pack(self.k, self.v)
         kv_free = torch.empty_like(kv_held)
-        for step in range(size):
-            if step < size - 1:
-                comm.post([(kv_held, following)], [(kv_free, preceding)])
+        for step in range(size - 1):
+            comm.post([(kv_held, following)], [(kv_free, preceding)])
             visit(step, (self.layout.cp_rank - step) % size, *_unpack(kv_held))
             comm.wait()
             kv_held, kv_free = kv_free, kv_held
+        del kv_free
+        visit(size - 1, (self.layout.cp_rank + 1) % size, *_unpack(kv_held))
 
     def forward(self, visit: ForwardVisit) -> None:
         """Show every shard to ``visit``. Collective over the group."""
@@ -153,7 +155,7 @@ class RingShards:
     def backward(self, visit: BackwardVisit) -> tuple[Tensor, Tensor]:
         """Show every shard to ``visit`` and return this rank's ``dk, dv [T, K, H]``. Collective over the group."""
         shape, dtype = (2, *self.k.shape), accumulator_dtype(self.k.dtype)
-        own: Contributions = []
+        own: list[Contribution] = []
         buffers: list[Tensor] = []
         comm = None if self.group is None else RingComm(self.group, self.counters)
         following, preceding = self._neighbours()
@@ -164,17 +166,25 @@ class RingShards:
                 own.extend(self._shorten(contributions))
                 return
             assert comm is not None
-            comm.wait()
             if step == 1:
                 buffers.append(torch.zeros(shape, dtype=dtype, device=k.device))
+            else:
+                contributions = self._shorten(contributions)
+                comm.wait()
             add_contributions(buffers[-1], contributions)
+            if step < self.layout.cp_size - 1:
+                send_on(comm)
+
+        def send_on(comm: RingComm) -> None:
             # At most two sums live here: the one that leaves and the one that comes.
             arriving = torch.empty_like(buffers[-1]) if len(buffers) == 1 else buffers.pop(0)
             comm.post([(buffers[-1], following)], [(arriving, preceding)])
             buffers.append(arriving)
 
         self._walk(collect)
-        if comm is not None:
+        if comm is not None and buffers:
+            # The last sum goes home here, when the keys and values are gone.
+            send_on(comm)
             comm.wait()
         elif self._covers_all(own):
             return own[0][1].reshape(self.k.shape).to(self.k.dtype), own[0][2].reshape(self.k.shape).to(self.k.dtype)
@@ -182,20 +192,28 @@ class RingShards:
         add_contributions(total, own)
         return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
 
-    def _covers_all(self, contributions: Contributions) -> bool:
+    def _covers_all(self, contributions: list[Contribution]) -> bool:
         """Return whether one contribution is the whole gradient, row by row."""
         rows = [rows for rows, _, _ in contributions]
         return len(rows) == 1 and rows[0].is_contiguous and rows[0].num_rows == self.k.shape[0]
 
-    def _shorten(self, contributions: Contributions) -> Contributions:
-        """Return the contributions, summed into one where they hold more rows than the shard."""
-        if sum(rows.num_rows for rows, _, _ in contributions) <= max(1, self.k.shape[0]):
-            return contributions
+    def _shorten(self, contributions: Iterable[Contribution]) -> list[Contribution]:
+        """Return the contributions, summed into one as soon as they hold more rows than the shard."""
+        num_rows = max(1, self.k.shape[0])
+        held: list[Contribution] = []
+        for contribution in (remaining := iter(contributions)):
+            held.append(contribution)
+            if sum(rows.num_rows for rows, _, _ in held) > num_rows:
+                break
+        else:
+            return held
+        del contribution
         total = torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
-        add_contributions(total, contributions)
-        return [
-            (RowSet(torch.tensor([0]), torch.tensor([self.k.shape[0]])), total[0].unsqueeze(0), total[1].unsqueeze(0))
-        ]
+        add_contributions(total, held)
+        held.clear()
+        add_contributions(total, remaining)
+        every_row = RowSet(torch.tensor([0]), torch.tensor([self.k.shape[0]]))
+        return [(every_row, total[0].unsqueeze(0), total[1].unsqueeze(0))]
 
 
 def find_needed_rows(

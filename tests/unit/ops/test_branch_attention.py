@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -14,6 +15,7 @@ from helpers.attention_strategies import attention_cases, same_on_every_rank
 from hypothesis import given
 from torch.profiler import ProfilerActivity, profile
 
+from specco.ops import passes
 from specco.ops.branch_attention import GATHER_BUDGET_BYTES, Trunk, branch_attention, ring_attention
 from specco.ops.kernels import get_backend
 from specco.ops.layout import PackedLayout
@@ -170,18 +172,23 @@ def test_saved_for_backward_is_linear_in_passes():
         assert count_saved_bytes(num_passes, "ring") == num_passes * a_pass + (num_passes - 1) * own_keys + trunk_keys
 
 
-def measure_peak(num_tokens: int, case: str) -> int:
+def record_peak(attend: Callable[[], torch.Tensor]) -> int:
     """Return the peak of bytes allocated by torch during forward and backward."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        attend().sum().backward()
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+
+
+def measure_peak(num_tokens: int, case: str) -> int:
     layout = PackedLayout.build([0, num_tokens])
     k = torch.randn(num_tokens, 1, 8, requires_grad=True)
     anchors = None if case == "every_row" else torch.arange(0, num_tokens, num_tokens // 16)
     window = 64 if case == "window" else None
     q = torch.randn(num_tokens if anchors is None else len(anchors), 1 if anchors is None else 4, 1, 8)
     q.requires_grad_()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        branch_attention(q, k, k, anchors=anchors, layout=layout, trunk_inclusive=False, window=window).sum().backward()
-    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return max(itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    options = {"anchors": anchors, "layout": layout, "trunk_inclusive": False, "window": window}
+    return record_peak(partial(branch_attention, q, k, k, **options))
 
 
 @pytest.mark.parametrize("case", ["every_row", "anchors", "window"])
@@ -191,6 +198,21 @@ def test_peak_memory_is_linear_in_length(case: str):
     assert large <= 2.25 * small
     # Such a tensor of the long run alone, even of bools, would be 16 MiB (every row) or 256 KiB (16 anchors of 4).
     assert large < (4096 * 4096 if case == "every_row" else 4096 * 16 * 4 * 64)
+
+
+def test_peak_memory_of_anchors_grows_by_their_results_alone(monkeypatch):
+    """Copies in kernel order and what backward works with exist for one chunk of anchors, however many there are."""
+    monkeypatch.setitem(passes._CHUNK_ELEMENTS, "cpu", 8 * 4 * 4 * 16)
+    layout, peaks = PackedLayout.build([0, 128]), []
+    k = torch.randn(128, 2, 16, requires_grad=True)
+    for num_anchors in (64, 128):
+        q = torch.randn(num_anchors, 4, 4, 16, requires_grad=True)
+        k_branch = torch.randn(num_anchors, 4, 2, 16, requires_grad=True)
+        options = {"anchors": torch.randperm(128)[:num_anchors], "layout": layout, "trunk_inclusive": False}
+        peaks.append(record_peak(partial(branch_attention, q, k, k, k_branch, k_branch, **options)))
+    # out, lse, dq, and dk and dv of the branch with their sum; a tenth more for what PyTorch itself makes.
+    results = 64 * 4 * (2 * 4 * 4 * 16 + 4 * 4 + 3 * 4 * 2 * 16)
+    assert peaks[1] - peaks[0] <= 1.1 * results
 
 
 def test_many_short_documents_cost_no_call_each():

@@ -26,6 +26,7 @@ def build_pass(layout: PackedLayout, anchors: torch.Tensor | None, num_queries: 
         window=window,
         query_offset=None,
         trunk_inclusive=options.get("trunk_inclusive", True),
+        chunk_size=options.get("chunk_size", 64),
     )
 
 
@@ -53,23 +54,25 @@ def test_calls_cover_each_visible_pair_once(is_sampled: bool, window: int | None
         layout = PackedLayout.build(cu_seqlens, 2, rank)
         real = (layout.global_rows >= 0).nonzero().view(-1)
         anchors = torch.tensor([int(real[rng.randrange(len(real))]) for _ in range(30)]) if is_sampled else None
-        query_pass = build_pass(layout, anchors, 2 if is_sampled else 1, window, trunk_inclusive=trunk_inclusive)
-        rows = real if anchors is None else anchors.sort().values
-        if query_pass.queries is None:
-            rows = torch.arange(layout.num_rows)
+        options = {"trunk_inclusive": trunk_inclusive, "chunk_size": 7}
+        query_pass = build_pass(layout, anchors, 2 if is_sampled else 1, window, **options)
+        rows = torch.arange(layout.num_rows) if anchors is None else anchors
         for source in range(2):
             keys = PackedLayout.build(cu_seqlens, 2, source)
             num_queries = query_pass.num_queries
-            hits = torch.zeros(len(rows) * num_queries, layout.num_rows, dtype=torch.int64)
-            for call in query_pass.plan(source, layout.local_cu_seqlens[:-1]).calls:
-                mark_pairs(call, hits)
+            hits = torch.zeros(len(rows), num_queries, layout.num_rows, dtype=torch.int64)
+            for chunk in query_pass.chunks:
+                part = torch.zeros_like(chunk.take(hits))
+                for call in query_pass.plan(chunk, source, layout.local_cu_seqlens[:-1]).calls:
+                    mark_pairs(call, part.flatten(0, 1))
+                hits = chunk.put(hits, part, len(rows))
             last = layout.position_ids[rows] + int(trunk_inclusive)
             own = layout.position_ids[rows][:, None] + torch.arange(num_queries)
             is_same = (layout.document_ids[rows][:, None] == keys.document_ids) & (keys.document_ids >= 0)
             visible = (is_same & (keys.position_ids < last[:, None]))[:, None].expand(-1, num_queries, -1)
             if window is not None:
                 visible = visible & (keys.position_ids > (own - window)[:, :, None])
-            assert torch.equal(hits.view(visible.shape), visible.long()), (rank, source)
+            assert torch.equal(hits, visible.long()), (rank, source)
 
 
 def test_work_is_equal_and_little_is_wasted():
@@ -96,11 +99,13 @@ def test_work_is_equal_and_little_is_wasted():
 def test_many_documents_take_few_calls():
     """Calls grow with the distinct lengths, not with the documents."""
     layout = PackedLayout.build(torch.arange(513) * 128)
-    assert len(build_pass(layout, None, 1, None).plan(0, layout.local_cu_seqlens[:-1]).calls) == 1
+    query_pass = build_pass(layout, None, 1, None)
+    assert len(query_pass.plan(query_pass.chunks[0], 0, layout.local_cu_seqlens[:-1]).calls) == 1
     rng = random.Random(0)
     layout = PackedLayout.build(torch.tensor([0, *(rng.randint(1, 64) for _ in range(512))]).cumsum(0), 4, 1)
     query_pass = build_pass(layout, None, 1, None)
-    assert sum(len(query_pass.plan(source, layout.local_cu_seqlens[:-1]).calls) for source in range(4)) <= 100
+    plans = [query_pass.plan(query_pass.chunks[0], source, layout.local_cu_seqlens[:-1]) for source in range(4)]
+    assert sum(len(plan.calls) for plan in plans) <= 100
 
 
 def test_rounded_sizes():
