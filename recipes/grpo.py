@@ -335,6 +335,7 @@ def main() -> None:
     job.run()
     job.engine.close()
     job.learner.close()
+    dist.barrier()  # a rank that ends while gloo still works for it can abort (pytorch/pytorch#190489)
     dist.destroy_process_group()
 
 
