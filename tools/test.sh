@@ -16,4 +16,5 @@ run ruff format --check .
 run pyrefly check --summarize-errors
 run lint-imports
 run pytest -q -n 2 tests/unit
-run pytest -q tests/distributed tests/e2e "$@"
+# two files at a time, the long ones first
+run pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/e2e tests/distributed "$@"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers.commands import start_python
 from helpers.engine_models import make_draft, save_policy, train_policy
 
 from recipes.compare import main, make_command, parse_arguments
 from specco.drafts.export import save_draft
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--steps", "2", "--prompts_per_step", "2", "--group_size", "4", "--max_response_tokens", "8"]
 SMALL += ["--validate_every", "2", "--validation_prompts", "2", "--validation_samples", "2", "--checkpoint_every", "0"]
 
@@ -35,16 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     paths = ["--learner.policy_path", "policy", "--learner.draft_path", "draft"]
-    command = [sys.executable, "-m", "recipes.compare", "--config", "smoke", "--ranks", "1", *arguments]
-    return subprocess.Popen(
-        [*command, *([] if "--" in arguments else ["--"]), *paths, *SMALL],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = ["-m", "recipes.compare", "--config", "smoke", "--ranks", "1", *arguments]
+    return start_python(folder, *command, *([] if "--" in arguments else ["--"]), *paths, *SMALL)
 
 
 def test_two_arms_and_their_report(folder: Path) -> None:

@@ -5,44 +5,30 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from helpers.commands import ROOT, run_torchrun, start_torchrun
+from helpers.engine_models import make_draft, save_policy, train_policy
+from helpers.job_server import JobServer
+from helpers.traces import has_no_trace
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "helpers" / "run_grpo_fault.py"
+from specco.drafts.export import save_draft
+
+SCRIPT = str(ROOT / "tests" / "helpers" / "run_grpo_fault.py")
 CONFIG = ["--config", "smoke", "--steps", "6", "--checkpoint_every", "2", "--validate_every", "6"]
+CONFIG += ["--max_response_tokens", "16", "--learner.policy_path", "policy", "--learner.draft_path", "draft"]
 EXIT_SECONDS = 30
+REWARDS = {1: "any", 2: "task"}
+"""By number of ranks. The policy moves at 1 rank and rests at 2: with rewards there, one of the 473 tokens that are
+sampled in step 5 is another one after a resume."""
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def start(folder: Path, num_ranks: int, kind: str, call: int, rank: int, *arguments: str) -> subprocess.Popen[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return subprocess.Popen(
-        [*torchrun, str(SCRIPT), kind, str(call), str(rank), *CONFIG, *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def seconds_since_fault(folder: Path) -> float:
     return time.time() - float((folder / "fault_time").read_text())
-
-
-def run(folder: Path, num_ranks: int, kind: str, call: int, rank: int, *arguments: str) -> tuple[int, str]:
-    """Run the job to its end; return exit status and output."""
-    process = start(folder, num_ranks, kind, call, rank, *arguments)
-    output, _ = process.communicate(timeout=240)
-    return process.returncode, output
 
 
 def read_rows(folder: Path, name: str) -> list[dict[str, float]]:
@@ -55,24 +41,16 @@ def list_checkpoints(folder: Path, name: str) -> list[str]:
     return sorted(path.name for path in (folder / f"runs/{name}/checkpoints").iterdir())
 
 
-def has_no_trace(folder: Path, before: set[str]) -> bool:
-    """Whether no process of the job lives and no file is left in shared memory."""
-    alive = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(folder)]
-    return not alive and set(os.listdir("/dev/shm")) <= before
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the two preparations, and whole runs at 1 and 2 ranks."""
+    """A folder with a policy and a draft of random weights, and whole runs at 1 and 2 ranks."""
     folder = tmp_path_factory.mktemp("faults")
-    for config in ("smoke_policy", "smoke_eagle3_draft"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-        command += ["specco.titan.train", "--module", "recipes.pretrain", "--config", config]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, timeout=240)
+    save_policy(train_policy(num_steps=0), folder / "policy")
+    save_draft(make_draft(seed=0), folder / "draft")
     for num_ranks in (1, 2):
-        status, output = run(folder, num_ranks, "none", 0, 0, "--name", f"whole{num_ranks}")
-        assert status == 0, output[-4000:]
+        whole = [SCRIPT, REWARDS[num_ranks], "none", "0", "0", *CONFIG, "--name", f"whole{num_ranks}"]
+        run_torchrun(folder, num_ranks, *whole)
+    assert all(row["grad_norm/policy"] > 0 for row in read_rows(folder, "whole1")[1:])
     return folder
 
 
@@ -90,16 +68,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, "kill_refit", 6, 2),
     ],
 )
-def test_killed_and_resumed_equals_whole(folder: Path, num_ranks: int, kind: str, call: int, last: int) -> None:
-    name = f"{kind}{num_ranks}"
+def test_killed_and_resumed_equals_whole(
+    folder: Path, job_server: JobServer, num_ranks: int, kind: str, call: int, last: int
+) -> None:
+    """The whole runs were started by torchrun: they share no process with these."""
+    name, reward = f"{kind}{num_ranks}", REWARDS[num_ranks]
     before = set(os.listdir("/dev/shm"))
-    status, _ = run(folder, num_ranks, kind, call, 0, "--name", name)
+    status, _ = job_server.run(folder, num_ranks, *CONFIG, "--name", name, fault=(reward, kind, call, 0))
     assert status != 0
     assert seconds_since_fault(folder) < EXIT_SECONDS
     assert has_no_trace(folder, before)
     whole = [checkpoint for checkpoint in list_checkpoints(folder, name) if not checkpoint.endswith(".part")]
     assert whole[-1] == f"step-{last:08d}"
-    status, output = run(folder, num_ranks, "none", 0, 0, "--name", name, "--resume")
+    status, output = job_server.run(
+        folder, num_ranks, *CONFIG, "--name", name, "--resume", fault=(reward, "none", 0, 0)
+    )
     assert status == 0, output[-4000:]
     assert read_rows(folder, name) == read_rows(folder, f"whole{num_ranks}")
     assert list_checkpoints(folder, name) == ["step-00000004", "step-00000006"]
@@ -115,10 +98,14 @@ def test_killed_and_resumed_equals_whole(folder: Path, num_ranks: int, kind: str
     ],
 )
 def test_failure_ends_all_ranks_with_the_reason_last(
-    folder: Path, kind: str, call: int, reason: str, last: int
+    folder: Path, job_server: JobServer, kind: str, call: int, reason: str, last: int
 ) -> None:
     before = set(os.listdir("/dev/shm"))
-    status, output = run(folder, 2, kind, call, 1, "--name", kind)
+    if kind == "fail_engine":  # as a user runs it
+        process = start_torchrun(folder, 2, SCRIPT, "task", kind, str(call), "1", *CONFIG, "--name", kind)
+        output, status = process.communicate(timeout=240)[0], process.returncode
+    else:
+        status, output = job_server.run(folder, 2, *CONFIG, "--name", kind, fault=("task", kind, call, 1))
     assert status != 0
     assert seconds_since_fault(folder) < EXIT_SECONDS
     assert reason in output[-2500:], output[-4000:]
@@ -130,7 +117,7 @@ def test_failure_ends_all_ranks_with_the_reason_last(
 def test_signal_ends_all_ranks_also_one_that_hangs(folder: Path, number: signal.Signals) -> None:
     """Rank 1 sleeps in the third step while rank 0 waits for it in a collective."""
     before, name = set(os.listdir("/dev/shm")), f"hang{number.value}"
-    process = start(folder, 2, "hang", 3, 1, "--name", name)
+    process = start_torchrun(folder, 2, SCRIPT, "task", "hang", "3", "1", *CONFIG, "--name", name)
     checkpoint = folder / f"runs/{name}/checkpoints/step-00000002"
     deadline = time.monotonic() + 200
     while not checkpoint.exists():

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.commands import ROOT, run_torchrun
+from helpers.job_server import JobServer
 from safetensors.torch import load_file
 
 from recipes.pretrain import BLOCKS, make_shape
@@ -20,25 +22,13 @@ from specco.drafts.dspark.config import DSparkConfig
 from specco.drafts.export import save_draft
 from specco.drafts.registry import build_draft
 
-ROOT = Path(__file__).parents[2]
 PIPELINE = "--learner.parallelism.pipeline_parallel"
 PRETRAIN = ["-m", "specco.titan.train", "--module", "recipes.pretrain", "--config"]
 
 
-def run_torchrun(folder: Path, num_ranks: int, *arguments: str) -> str:
-    """Run a command under torchrun in ``folder``; return its output, and fail with it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    result = subprocess.run(
-        [*command, *arguments],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stdout[-6000:]
-    return result.stdout
+def run_job(job_server: JobServer, folder: Path, *arguments: str, reward: str = "task") -> None:
+    status, output = job_server.run(folder, 2, "--config", "smoke", *arguments, fault=(reward, "none", 0, 0))
+    assert status == 0, output[-6000:]
 
 
 def read_rows_without_times(folder: Path, name: str) -> list[dict[str, float]]:
@@ -78,17 +68,19 @@ def test_rows_are_complete(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def one_step(folder: Path) -> None:
-    """One step of the job, data-parallel, in ``runs/one_step``."""
-    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "one_step", "--steps", "1")
+def one_step(folder: Path, job_server: JobServer) -> None:
+    """One step of the job, data-parallel, in ``runs/one_step``; with rewards that move the policy."""
+    run_job(job_server, folder, "--name", "one_step", "--steps", "1", reward="any")
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("axis", ["context_parallel", "pipeline_parallel"])
-def test_other_layouts_repeat_the_data_parallel_run(folder: Path, one_step: None, axis: str) -> None:
+def test_other_layouts_repeat_the_data_parallel_run(
+    folder: Path, job_server: JobServer, one_step: None, axis: str
+) -> None:
     """Same engines, prompts and seeds: the same first rollouts, and from them the same update and exports."""
     options = ["--name", axis, "--steps", "1", f"--learner.parallelism.{axis}_degree", "2"]
-    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", *options)
+    run_job(job_server, folder, *options, reward="any")
     rows, expected = (
         [json.loads(line) for line in (folder / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
         for name in (axis, "one_step")
@@ -121,11 +113,11 @@ def test_exports_load(folder: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_same_seed_gives_the_same_rows(folder: Path) -> None:
-    """Everything but times repeats, sampled rollouts through the engine included."""
+def test_same_seed_gives_the_same_rows(folder: Path, job_server: JobServer) -> None:
+    """Everything but times repeats in other processes, sampled rollouts through the engine included."""
     left_behind = folder / "runs/again/checkpoints/step-00000099"
     left_behind.mkdir(parents=True)
-    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", "--name", "again")
+    run_job(job_server, folder, "--name", "again")
     assert not left_behind.exists(), "a new run of the same name kept an older run's checkpoint"
     assert read_rows_without_times(folder, "again") == read_rows_without_times(folder, "smoke")
 
@@ -149,12 +141,12 @@ def test_the_exported_draft_is_evaluated(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_reduced_vocabulary_is_chosen_once_and_kept(folder: Path) -> None:
+def test_a_reduced_vocabulary_is_chosen_once_and_kept(folder: Path, job_server: JobServer) -> None:
     """From the policy's own responses in pre-training; the job trains and serves it, and saves the same."""
     reduced = [*PRETRAIN, "smoke_eagle3_draft", "--draft_vocab_size", "20", "--dump_folder", "runs/reduced_draft"]
     run_torchrun(folder, 2, *reduced)
-    job = ["-m", "recipes.grpo", "--config", "smoke", "--name", "reduced", "--steps", "2", "--checkpoint_every", "2"]
-    run_torchrun(folder, 2, *job, "--learner.draft_path", "runs/reduced_draft/draft")
+    job = ["--name", "reduced", "--steps", "2", "--checkpoint_every", "2"]
+    run_job(job_server, folder, *job, "--learner.draft_path", "runs/reduced_draft/draft")
     start = load_file(folder / "runs/reduced_draft/draft/model.safetensors")
     end = load_file(folder / "runs/reduced/draft/model.safetensors")
     assert int(start["t2d"].sum()) == start["d2t"].numel() == start["lm_head.weight"].shape[0] == 20
@@ -166,29 +158,18 @@ def test_a_reduced_vocabulary_is_chosen_once_and_kept(folder: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_block_drafts_resume_to_the_same_rows(folder: Path) -> None:
+def test_block_drafts_resume_to_the_same_rows(folder: Path, job_server: JobServer) -> None:
     """A DSpark draft, its anchors and its engine's noise go on after a checkpoint as if there had been no stop."""
     config = DSparkConfig(**make_shape("smoke", (0, 1, 2)), **BLOCKS, block_size=4, markov_rank=8)
     draft = build_draft(config)
     draft.init_weights()
     save_draft(draft, folder / "runs/dspark_draft/draft")
-    job = [
-        "-m",
-        "recipes.grpo",
-        "--config",
-        "smoke",
-        "--steps",
-        "4",
-        "--checkpoint_every",
-        "2",
-        "--validate_every",
-        "4",
-    ]
+    job = ["--steps", "4", "--checkpoint_every", "2", "--validate_every", "4"]
     job += ["--learner.draft_path", "runs/dspark_draft/draft", "--num_speculative_tokens", "4"]
-    run_torchrun(folder, 2, *job, "--name", "whole")
+    run_job(job_server, folder, *job, "--name", "whole")
     shutil.copytree(folder / "runs/whole", folder / "runs/stopped")
     shutil.rmtree(folder / "runs/stopped/checkpoints/step-00000004")
-    run_torchrun(folder, 2, *job, "--name", "stopped", "--resume")
+    run_torchrun(folder, 2, "-m", "recipes.grpo", "--config", "smoke", *job, "--name", "stopped", "--resume")
     assert json.loads((folder / "runs/stopped/run.json").read_text())["first_step"] == 2
     rows = read_rows_without_times(folder, "whole")
     assert read_rows_without_times(folder, "stopped") == rows
@@ -208,10 +189,7 @@ def test_block_drafts_resume_to_the_same_rows(folder: Path) -> None:
         (["--stepz", "3"], "stepz"),
     ],
 )
-def test_bad_config_is_refused(folder: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "recipes.grpo", "--config", "smoke", *arguments]
-    result = subprocess.run(
-        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode != 0
-    assert message in result.stdout + result.stderr
+def test_bad_config_is_refused(folder: Path, job_server: JobServer, arguments: list[str], message: str) -> None:
+    status, output = job_server.run(folder, 1, "--config", "smoke", *arguments)
+    assert status != 0
+    assert message in output

@@ -1,9 +1,10 @@
-"""Run recipes.grpo with one fault built in; the arguments after it are the job's own.
+"""Run recipes.grpo with one fault built in, or none; the arguments after it are the job's own.
 
-    torchrun --nproc-per-node N tests/helpers/run_grpo_fault.py KIND CALL RANK --config smoke ...
+    torchrun --nproc-per-node N tests/helpers/run_grpo_fault.py REWARD KIND CALL RANK --config smoke ...
 
-At the ``CALL``-th call (from 1) of the place that ``KIND`` names, rank ``RANK`` is killed or fails; the time of it, in
-seconds of the epoch, is written to the file ``fault_time`` before.
+``REWARD`` is "task", which a policy of random weights never gets, or "any": the share of even token ids, so that every
+step moves the policy. At the ``CALL``-th call (from 1) of the place that ``KIND`` names, rank ``RANK`` is killed or
+fails; the time of it, in seconds of the epoch, is written to the file ``fault_time`` before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from recipes import grpo
+from recipes.carry import CarryEnvironment
 from specco.rl.engine import RolloutEngine
+from specco.rl.environment import Trajectory
 from specco.rl.grpo import GrpoLoss
 from specco.titan.learner import Learner
 
@@ -93,8 +96,19 @@ def install_nan_loss(call: int) -> None:
     GrpoLoss.__call__ = wrapped
 
 
-if __name__ == "__main__":
-    kind, call, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def score_even_ids(self: CarryEnvironment, trajectory: Trajectory) -> float:
+    """Return the share of even token ids in a response."""
+    return sum(token % 2 == 0 for token in trajectory.response_ids) / len(trajectory.response_ids)
+
+
+def prepare(reward: str, kind: str, call: int, rank: int) -> None:
+    """Set the reward and the fault of this process."""
+    if reward == "any":
+        CarryEnvironment.score = score_even_ids
     install(kind, call, rank)
-    sys.argv = ["recipes.grpo", *sys.argv[4:]]
+
+
+if __name__ == "__main__":
+    prepare(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    sys.argv = ["recipes.grpo", *sys.argv[5:]]
     grpo.main()
