@@ -48,7 +48,7 @@ class EngineConfig:
         dtype: of weights, activations and KV cache in the engine.
         max_model_len: prompt, response and headroom for ``num_speculative_tokens + 1``, in tokens.
         max_num_seqs: sequences decoded together.
-        kv_cache_bytes: size of the KV cache, in bytes.
+        kv_cache_bytes: size of the KV cache, in bytes; a refit clears all of it.
         enforce_eager: no compilation and no CUDA graphs.
         seed: of vLLM itself; a rollout's noise comes from ``SamplingConfig.seed``.
     """
@@ -61,7 +61,7 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     max_model_len: int = 1024
     max_num_seqs: int = 128
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int = 1 << 28
     enforce_eager: bool = True
     seed: int = 0
 
@@ -301,7 +301,7 @@ class RolloutEngine:
         policy: Iterable[tuple[str, Tensor]] | None = None,
         draft: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """Overwrite the weights of policy, draft or both in place, and drop every cached prefix.
+        """Overwrite the weights of policy, draft or both in place, and forget every cached prefix, its memory included.
 
         Names and shapes are those of the directory that the engine was built from, all of them; they are checked
         before anything is written, for which a whole copy of each model is held.
@@ -334,6 +334,7 @@ class RolloutEngine:
         engine.set_weight_version(str(version))
         if not engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: blocks are in use, cached prefixes are stale")
+        engine.collective_rpc(_clear_kv_caches)
 
     def stats(self) -> EngineStats:
         """Return the counts since the last call (or since the engine was built)."""
@@ -382,6 +383,16 @@ class RolloutEngine:
 
 # vLLM's process groups belong to the process, and so does this list of those who use them
 _open_engines: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()
+
+
+def _clear_kv_caches(worker: Any) -> None:
+    """Zero the memory of the KV caches.
+
+    A drafted token can depend on slots that its request never wrote. With another engine's leavings there the responses
+    are as likely as before, but they are others: a resumed run would part from the one that it goes on with.
+    """
+    for cache in worker.model_runner.kv_caches:
+        cache.zero_()
 
 
 def derive_seed(seed: int, index: int) -> int:
