@@ -41,7 +41,7 @@ FORMULAS = {
     "head": "chunk rows x V / tp x (compute bytes + 3 x 4)",
     "taps": "T x D x (taps + embeddings); pp > 1: + a slot x T x D / tp for each sent tap and microbatch in flight",
     "pipeline": "pp > 1: microbatches x T x D / tp, each way",
-    "ring": "cp > 1: K and V of T rows, / tp: 2 buffers in compute dtype and 3 in float32",
+    "ring": "cp > 1: K and V of T rows, / tp: 2 buffers in compute dtype and 2 in float32",
 }
 """T: rows of one GPU, tokens / cp. D, V, K, H: width, vocabulary, key heads, head size.
 
@@ -105,7 +105,7 @@ def _estimate_stage(
         "optimizer": 2 * master * kept,
         "gathered": compute * count_gathered(part, tp, ep),
         "activations": len(part.layers) * boundary + 2 * compute * saved,
-        "ring": 2 * rows * kv_width * (2 * compute + 3 * ACCUMULATOR_BYTES) if cp > 1 else 0.0,
+        "ring": 2 * rows * kv_width * (2 * compute + 2 * ACCUMULATOR_BYTES) if cp > 1 else 0.0,
     }
     if part.draft is not None:
         draft_rows, num_runs = count_draft_rows(draft, rows, document_tokens)

@@ -77,7 +77,7 @@ def test_parts_by_hand_at_fsdp2_tp2_cp2() -> None:
     assert parts["draft"] == 2 * 4 * saved  # three passes of one layer of the same sizes, and gradients of one
     assert parts["head"] == 10 * VOCAB / 2 * (2 + 12)
     assert parts["taps"] == 2 * rows * DIM * 4
-    assert parts["ring"] == 2 * rows * KV_HEADS * HEAD / 2 * (2 * 2 + 3 * 4)
+    assert parts["ring"] == 2 * rows * KV_HEADS * HEAD / 2 * (2 * 2 + 2 * 4)
 
 
 def test_experts_and_blocks_by_hand_at_fsdp4_ep2() -> None:
