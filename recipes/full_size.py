@@ -8,7 +8,9 @@ config states its degrees in full, so that it fits one number of GPUs alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -91,22 +93,16 @@ def make_learner_config(
     )
 
 
-QWEN3_8B = {"data_parallel_shard": 2, "tensor_parallel": 2, "context_parallel": 2}
+def qwen3_8b(draft_class: type[DraftConfig]) -> Learner.Config:
+    """Qwen3-8B with a draft on 8 GPUs: fsdp2 x tp2 x cp2."""
+    degrees = {"data_parallel_shard": 2, "tensor_parallel": 2, "context_parallel": 2}
+    return make_learner_config("8B", draft_class, intermediate_size=12288, **degrees)
 
 
-def qwen3_8b_eagle3() -> Learner.Config:
-    """Qwen3-8B with EAGLE-3 on 8 GPUs: fsdp2 x tp2 x cp2."""
-    return make_learner_config("8B", Eagle3Config, intermediate_size=12288, **QWEN3_8B)
-
-
-def qwen3_8b_dflash() -> Learner.Config:
-    """Qwen3-8B with DFlash on 8 GPUs: fsdp2 x tp2 x cp2."""
-    return make_learner_config("8B", DFlashConfig, intermediate_size=12288, **QWEN3_8B)
-
-
-def qwen3_8b_dspark() -> Learner.Config:
-    """Qwen3-8B with DSpark on 8 GPUs: fsdp2 x tp2 x cp2."""
-    return make_learner_config("8B", DSparkConfig, intermediate_size=12288, **QWEN3_8B)
+def qwen3_8b_pp2(draft_class: type[DraftConfig]) -> Learner.Config:
+    """Qwen3-8B with a draft on 8 GPUs: tp2 x pp2 x cp2."""
+    degrees = {"data_parallel_shard": 1, "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
+    return make_learner_config("8B", draft_class, intermediate_size=12288, **degrees)
 
 
 def qwen3_30b_a3b_dflash() -> Learner.Config:
@@ -128,24 +124,6 @@ def qwen3_235b_a22b_dflash() -> Learner.Config:
     )
 
 
-QWEN3_8B_STAGES = {"data_parallel_shard": 1, "tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2}
-
-
-def qwen3_8b_eagle3_pp2() -> Learner.Config:
-    """Qwen3-8B with EAGLE-3 on 8 GPUs: tp2 x pp2 x cp2."""
-    return make_learner_config("8B", Eagle3Config, intermediate_size=12288, **QWEN3_8B_STAGES)
-
-
-def qwen3_8b_dflash_pp2() -> Learner.Config:
-    """Qwen3-8B with DFlash on 8 GPUs: tp2 x pp2 x cp2."""
-    return make_learner_config("8B", DFlashConfig, intermediate_size=12288, **QWEN3_8B_STAGES)
-
-
-def qwen3_8b_dspark_pp2() -> Learner.Config:
-    """Qwen3-8B with DSpark on 8 GPUs: tp2 x pp2 x cp2."""
-    return make_learner_config("8B", DSparkConfig, intermediate_size=12288, **QWEN3_8B_STAGES)
-
-
 def qwen3_235b_a22b_dflash_pp4() -> Learner.Config:
     """Qwen3-235B-A22B with DFlash on 64 GPUs: fsdp2 x tp4 x pp4 x cp2, the 16 ranks of a stage share the experts."""
     return make_learner_config(
@@ -160,13 +138,11 @@ def qwen3_235b_a22b_dflash_pp4() -> Learner.Config:
     )
 
 
-CONFIGS = {
-    "qwen3_8b_eagle3": qwen3_8b_eagle3,
-    "qwen3_8b_dflash": qwen3_8b_dflash,
-    "qwen3_8b_dspark": qwen3_8b_dspark,
-    "qwen3_8b_eagle3_pp2": qwen3_8b_eagle3_pp2,
-    "qwen3_8b_dflash_pp2": qwen3_8b_dflash_pp2,
-    "qwen3_8b_dspark_pp2": qwen3_8b_dspark_pp2,
+FAMILIES = {"eagle3": Eagle3Config, "dflash": DFlashConfig, "dspark": DSparkConfig}
+
+CONFIGS: dict[str, Callable[[], Learner.Config]] = {
+    **{f"qwen3_8b_{name}": partial(qwen3_8b, draft_class) for name, draft_class in FAMILIES.items()},
+    **{f"qwen3_8b_{name}_pp2": partial(qwen3_8b_pp2, draft_class) for name, draft_class in FAMILIES.items()},
     "qwen3_30b_a3b_dflash": qwen3_30b_a3b_dflash,
     "qwen3_235b_a22b_dflash": qwen3_235b_a22b_dflash,
     "qwen3_235b_a22b_dflash_pp4": qwen3_235b_a22b_dflash_pp4,
