@@ -122,7 +122,7 @@ def _estimate_stage(
         num_ways = (stage > 0) + (stage < shape.num_stages - 1)
         parts["pipeline"] = num_ways * 2 * shape.num_stages * boundary
         if part.draft is not None:
-            parts["taps"] += sum(boundary * (shape.num_stages - tap.stage) for tap in shape.list_taps(model))
+            parts["taps"] += sum(boundary * (shape.num_stages - tap.stage) for tap in shape.list_taps(part))
     return parts
 
 

@@ -14,6 +14,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleGPipe
 
+V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules whose ranks have two stages each, the first rank the first and the last one."""
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SCHEDULES)
+"""Schedules of torch whose order is known here, by torch's names."""
+
 
 class Kind(str, Enum):
     """What an event is. Receives are waited for by the computation that needs them; sends by ``WAIT`` or not at all."""

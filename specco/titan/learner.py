@@ -200,6 +200,7 @@ class Learner(Configurable):
         if self.stages is not None and self.draft is None:
             groups = [group for group in config.param_groups if group.pattern != DRAFT_PATTERN]
             config = replace(config, param_groups=groups)
+        # torchtitan asks its model parts for nothing but their parameters and the names of these
         return config.build(model_parts=[cast(nn.Module, self.policy)])
 
     def step(self, microbatches: Sequence[PackedTokens], policy_loss_fn: PolicyLoss) -> dict[str, float]:

@@ -13,9 +13,10 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 
 from specco.distributed.draft_plan import apply_draft_tp, check_draft_tp
+from specco.distributed.pipeline_order import SCHEDULES
 from specco.drafts.base import Draft
 from specco.titan.policy import Policy
-from specco.titan.stages import SCHEDULES, PipelineShape
+from specco.titan.stages import PipelineShape
 
 
 def parallelize_policy(

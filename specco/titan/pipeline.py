@@ -7,8 +7,7 @@
 torch fixes the shapes that stages exchange, and packed microbatches differ in rows. So a stage's output is padded to
 the largest microbatch's rows where it leaves, and cut where it arrives; between the two nobody computes on padding.
 Every rank of the pipeline holds the whole microbatch's tokens: layouts, positions and masks are made where they are
-needed.
-Under tensor parallelism each rank sends the rows that sequence parallelism leaves it.
+needed. Under tensor parallelism each rank sends the rows that sequence parallelism leaves it.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torchtitan.tools.logging import logger
 
 from specco.distributed.pipeline import AttachedTaps, attach_taps
@@ -125,13 +125,10 @@ class Boundary:
         rows = plan.layout.global_rows.numel()
         if self.tp_mesh is None:
             return message[:, :rows]
-        shape, placement = torch.Size((1, rows, self.width)), Shard(1) if self.is_sharded else Replicate()
-        if self.is_sharded:
-            share = -(-rows // self.tp_mesh.size())
-            start = min(share * self.tp_mesh.get_local_rank(), rows)
-            rows = min(share, rows - start)
+        shape, placements = torch.Size((1, rows, self.width)), [Shard(1) if self.is_sharded else Replicate()]
+        (_, own_rows, _), _ = compute_local_shape_and_global_offset(shape, self.tp_mesh, placements)
         stride = (shape[1] * shape[2], shape[2], 1)
-        return DTensor.from_local(message[:, :rows], self.tp_mesh, [placement], shape=shape, stride=stride)
+        return DTensor.from_local(message[:, :own_rows], self.tp_mesh, placements, shape=shape, stride=stride)
 
 
 class PolicyStage(PipelineStage):
@@ -271,7 +268,7 @@ class PolicyPipeline:
             scale_grads=False,
         )
         if self.tap_group is not None:
-            taps = self.shape.list_taps(self.policy.config)
+            taps = self.shape.list_taps(self.policy.parts[0])
             self.channel = TapChannel(
                 TapPlan.build(read_order(self._schedule), taps, max_rows=num_rows),
                 self.tap_group,

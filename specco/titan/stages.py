@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig
 from torchtitan.distributed import ParallelDims
@@ -20,19 +21,9 @@ from torchtitan.distributed.pipeline_parallel import (
 )
 from torchtitan.tools import utils
 
+from specco.distributed.pipeline_order import V_SCHEDULES
 from specco.distributed.taps import Tap
 from specco.titan.policy import EMBEDDING, Policy, get_layer_name
-
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
-"""Schedules of ``parallelism.pipeline_parallel_schedule``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class PipelineShape:
             rank: of the pipeline.
 
         Raises:
-            ValueError: degrees that the layers do not fit.
+            ValueError: degrees that the layers do not fit, or stages that lack a module or are too many for a schedule.
         """
         degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
         names = parallelism.module_fqns_per_model_part
@@ -69,6 +60,7 @@ class PipelineShape:
             dims = cast(ParallelDims, _OnlyPipeline(degree))
             num_stages, *weights = _get_pipeline_metadata(dims, parallelism, config)
             names = _generate_llm_fqn_per_model_part(num_stages, *weights)
+        _check_stages(names, len(config.layers), degree, schedule)
         own = [_get_pp_rank_to_stage_indices_mapping(r, degree, schedule, len(names)) for r in range(degree)]
         ranks = tuple(next(r for r in range(degree) if stage in own[r]) for stage in range(len(names)))
         last = (*names[-1], "draft")
@@ -94,17 +86,40 @@ class PipelineShape:
         degree = 1 if self.schedule == "1F1B" else max(self.ranks) + 1
         return -(-max(num_microbatches, self.num_stages) // degree) * degree
 
-    def list_taps(self, config: Policy.Config) -> list[Tap]:
-        """Return what other stages have to send to the draft; a layer right before its stage comes by the pipeline."""
-        draft = config.draft
+    def list_taps(self, policy: Policy) -> list[Tap]:
+        """Return what other stages have to send to the draft; a layer right before its stage comes by the pipeline.
+
+        Args:
+            policy: with a draft in its config, whole or any stage.
+        """
+        config, draft = policy.config, policy.config.draft
         assert draft is not None
         last = self.num_stages - 1
-        mask_rows = int(getattr(draft, "mask_token_id", None) is not None)
+        mask_rows = int(policy.mask_token_id is not None)
         taps = [Tap(EMBEDDING, self.find_stage(EMBEDDING), config.dim, num_step_rows=mask_rows)]
         layers = [int(name.partition(".")[2]) for name in self.module_names[last] if name.startswith("layers.")]
         first = min(layers, default=len(config.layers))
         sent = [layer_id for layer_id in draft.target_layer_ids if layer_id < first - 1]
         return taps + [Tap(get_layer_name(i), self.find_stage(get_layer_name(i)), config.dim) for i in sent]
+
+
+def _check_stages(names: Sequence[Sequence[str]], num_layers: int, degree: int, schedule: str) -> None:
+    """Refuse stages that are not all modules in order, or that the ranks of a schedule cannot share out."""
+    given = [name for stage in names for name in stage]
+    expected = [EMBEDDING, *map(get_layer_name, range(num_layers)), "norm", "lm_head"]
+    if given != expected:
+        raise ValueError(
+            f"parallelism.module_fqns_per_model_part has {given}; its stages must have, in order and once each, "
+            f"{expected}"
+        )
+    is_single = issubclass(get_schedule_class(schedule), PipelineScheduleSingle)
+    per_rank = len(names) // degree
+    is_allowed = per_rank == 1 if is_single else per_rank == 2 if schedule in V_SCHEDULES else per_rank > 1
+    if len(names) % degree or not is_allowed:
+        allowed = "1" if is_single else "2" if schedule in V_SCHEDULES else "2 or more"
+        raise ValueError(
+            f"there are {len(names)} stages for pipeline_parallel_degree={degree}; {schedule} runs {allowed} a rank"
+        )
 
 
 @dataclass(frozen=True)

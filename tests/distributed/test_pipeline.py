@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from helpers.pipelines import SCHEDULES
 from helpers.tapped_pipelines import P2PRecorder, TappedPipeline, run_unpipelined
 
 from specco.distributed.pipeline import attach_taps
-from specco.distributed.pipeline_order import Kind, read_order
+from specco.distributed.pipeline_order import SCHEDULES, Kind, read_order
 from specco.distributed.taps import TapChannel, TapPlan
 from specco.testing.distributed import GlooTestCase, instantiate_parametrized_tests, parametrize
 from specco.testing.tolerances import STEP_FLOAT64, relative_error

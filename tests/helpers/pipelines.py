@@ -8,22 +8,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-SCHEDULES = (
-    "GPipe",
-    "1F1B",
-    "Interleaved1F1B",
-    "LoopedBFS",
-    "InterleavedZeroBubble",
-    "ZBVZeroBubble",
-    "DualPipeV",
-)
+from specco.distributed.pipeline_order import V_SCHEDULES
 
 
 def list_stages(name: str, rank: int, num_ranks: int) -> list[int]:
     """Return the stages of a rank: one where the schedule takes one, else two."""
     if name in ("GPipe", "1F1B"):
         return [rank]
-    return [rank, 2 * num_ranks - 1 - rank if name in ("ZBVZeroBubble", "DualPipeV") else rank + num_ranks]
+    return [rank, 2 * num_ranks - 1 - rank if name in V_SCHEDULES else rank + num_ranks]
 
 
 def build_schedule(name: str, stages: list[Any], num_microbatches: int, loss_fn: Any = None) -> Any:

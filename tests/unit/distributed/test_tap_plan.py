@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from helpers.pipelines import SCHEDULES, build_stub_schedule
+from helpers.pipelines import build_stub_schedule
 
-from specco.distributed.pipeline_order import Event, Kind, PipelineOrder, read_order, sort_events
+from specco.distributed.pipeline_order import SCHEDULES, Event, Kind, PipelineOrder, read_order, sort_events
 from specco.distributed.taps import STAGE_INPUT, Tap, TapPlan
 
 CASES = [

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torchtitan.config.configs import ParallelismConfig
 
+from specco.distributed.pipeline_order import SCHEDULES
 from specco.drafts.base import DraftConfig
 from specco.drafts.dflash.config import DFlashConfig
 from specco.drafts.eagle3.config import Eagle3Config
 from specco.titan.parallelize import check_model
 from specco.titan.policy import Policy
 from specco.titan.sizes import make_policy_config
-from specco.titan.stages import SCHEDULES, PipelineShape
+from specco.titan.stages import PipelineShape
 
 SIZES: dict[str, Any] = {"vocab_size": 11, "num_layers": 7, "dim": 8, "hidden_dim": 8, "num_heads": 2, "head_dim": 4}
 DRAFT: dict[str, Any] = {
@@ -39,16 +40,27 @@ def make_config(draft: str | None = "eagle3", **changes: Any) -> Policy.Config:
     return config
 
 
+def build(config: Policy.Config) -> Policy:
+    with torch.device("meta"):
+        return config.build()
+
+
 def make_parallelism(schedule: str, degree: int = 2, **changes: Any) -> ParallelismConfig:
     return ParallelismConfig(pipeline_parallel_degree=degree, pipeline_parallel_schedule=schedule, **changes)
+
+
+WHOLE = ["tok_embeddings", *(f"layers.{i}" for i in range(7)), "norm", "lm_head"]
+
+
+def name_stages(schedule: str, *stages: list[str]) -> ParallelismConfig:
+    return make_parallelism(schedule, module_fqns_per_model_part=list(stages))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("degree", [2, 4])
 def test_every_parameter_is_on_one_stage(schedule: str, degree: int) -> None:
     config, parallelism = make_config(), make_parallelism(schedule, degree)
-    with torch.device("meta"):
-        whole = config.build()
+    whole = build(config)
     names, stages = [], []
     for rank in range(degree):
         shape = PipelineShape.build(config, parallelism, rank)
@@ -80,20 +92,19 @@ def test_a_tapped_layer_right_before_the_draft_is_not_sent() -> None:
     """Layers 0 to 3 are on stage 0 and 4 to 6 on stage 1, whose input is layer 3's output."""
     shape = PipelineShape.build(make_config(), make_parallelism("1F1B"), 0)
     assert shape.find_stage("layers.3") == 0 and shape.find_stage("layers.4") == 1
-    taps = [(tap.name, tap.stage, tap.width, tap.num_step_rows) for tap in shape.list_taps(make_config())]
+    taps = [(tap.name, tap.stage, tap.width, tap.num_step_rows) for tap in shape.list_taps(build(make_config()))]
     assert taps == [("tok_embeddings", 0, 8, 0), ("layers.0", 0, 8, 0)]
 
 
 def test_the_mask_token_is_sent_once_a_step() -> None:
     config = make_config("dflash")
     shape = PipelineShape.build(config, make_parallelism("Interleaved1F1B"), 0)
-    taps = [(tap.name, tap.stage, tap.num_step_rows) for tap in shape.list_taps(config)]
+    taps = [(tap.name, tap.stage, tap.num_step_rows) for tap in shape.list_taps(build(config))]
     assert taps == [("tok_embeddings", 0, 1), ("layers.1", 0, 0), ("layers.4", 2, 0)]
 
 
 def test_stages_may_be_named() -> None:
-    names = [["tok_embeddings", "layers.0"], [*(f"layers.{i}" for i in range(1, 7)), "norm", "lm_head"]]
-    shape = PipelineShape.build(make_config(), make_parallelism("1F1B", module_fqns_per_model_part=names), 1)
+    shape = PipelineShape.build(make_config(), name_stages("1F1B", WHOLE[:2], WHOLE[2:]), 1)
     assert shape.find_stage("layers.1") == 1 and shape.find_stage("draft") == 1
 
 
@@ -102,6 +113,13 @@ def test_stages_may_be_named() -> None:
     [
         (make_parallelism("1F1B", 16), "stages .16. cannot be greater than effective layers .9."),
         (make_parallelism("Interleaved1F1B", pipeline_parallel_layers_per_stage=4), "must be divisible|at least 2"),
+        (name_stages("ZBVZeroBubble", WHOLE[:5], *([n] for n in WHOLE[5:])), "6 stages .*=2; ZBV.* runs 2 a rank"),
+        (
+            name_stages("1F1B", WHOLE[:3], WHOLE[4:]),
+            "module_fqns_per_model_part has .*; its stages must have",
+        ),
+        (name_stages("1F1B", WHOLE[:3], WHOLE[3:6], WHOLE[6:]), "3 stages .*=2; 1F1B runs 1 a rank"),
+        (name_stages("LoopedBFS", WHOLE[:3], WHOLE[3:]), "2 stages .*=2; LoopedBFS runs 2 or more a rank"),
     ],
 )
 def test_stages_that_the_layers_do_not_fit_are_refused(parallelism: ParallelismConfig, message: str) -> None:
