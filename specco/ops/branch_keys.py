@@ -121,23 +121,24 @@ def finish_forward(
 
 
 def finish_backward(
-    dq: Tensor, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, branch: BranchKeys | None, scale: float
+    dq: Tensor | None, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, branch: BranchKeys, scale: float
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Add the branch's part to dq, and return the gradients of the branch's keys and values.
+    """Return dq with the branch's part, and the gradients of the branch's keys and values.
 
     Args:
-        dq: ``[B, G, N, H]``, the trunk's part, in q's dtype or the accumulator type; may be overwritten.
+        dq: ``[B, G, N, H]``, the trunk's part, in q's dtype or the accumulator type; may be overwritten. None: not yet
+            known, the branch's part alone is returned, in the accumulator type.
         dout: ``[B, G, N, H]``.
         out: ``[B, G, N, H]``, joint.
         lse: ``[B, G, N]``, joint; +inf where a row saw no key.
 
     Returns:
-        ``dq`` in q's dtype, and one gradient for each tensor of keys and of values.
+        ``dq``, in q's dtype where it was given, and one gradient for each tensor of keys and of values.
     """
-    if branch is None:
-        return dq.to(q.dtype), [], []
     dtype = accumulator_dtype(q.dtype)
-    result = dq if dq.dtype == q.dtype else torch.empty_like(q, memory_format=torch.contiguous_format)
+    result = dq
+    if dq is None or dq.dtype != q.dtype:
+        result = torch.empty_like(q, dtype=dtype if dq is None else q.dtype, memory_format=torch.contiguous_format)
     dkeys = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in branch.keys]
     dvalues = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in branch.values]
     num_kv_heads, sizes = branch.keys[0].shape[2], [part.shape[1] for part in branch.keys]
@@ -152,7 +153,8 @@ def finish_backward(
         weights = branch.mask_scores(scores, begin, end).sub_(denominators.unsqueeze(-1)).exp_()
         delta = (douts * outs).sum(-1, keepdim=True)
         dscores = torch.bmm(douts, values.transpose(1, 2)).sub_(delta).mul_(weights).mul_(scale)
-        result[begin:end] = dq[begin:end] + _from_kv_head(torch.bmm(dscores, keys), shape, num_kv_heads)
+        part_dq = _from_kv_head(torch.bmm(dscores, keys), shape, num_kv_heads)
+        result[begin:end] = part_dq if dq is None else dq[begin:end] + part_dq
         for grads, block in (
             (dkeys, torch.bmm(dscores.transpose(1, 2), queries)),
             (dvalues, torch.bmm(weights.transpose(1, 2), douts)),

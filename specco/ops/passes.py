@@ -16,9 +16,9 @@ from specco.ops.plan import QueryRows, StepPlan, plan_anchored, plan_every_row
 from specco.ops.ring import Contribution, GatheredShards, RingShards
 
 _NUM_KEPT_PASSES = 8
-# Elements of the queries of a chunk on the CPU; a GPU takes chunks a hundred times larger. Smaller chunks hold less
-# memory and make more calls.
-_CHUNK_ELEMENTS = {"cpu": 2**18}
+# Elements of the queries of a chunk on the CPU, at most; a GPU takes chunks a hundred times larger. Smaller chunks hold
+# less memory and make more calls, and below 768 query rows the CPU's kernel is a fifth slower.
+_CHUNK_ELEMENTS = {"cpu": 3 * 2**16}
 _DEFAULT_CHUNK_ELEMENTS = 2**26
 
 
@@ -71,7 +71,7 @@ class QueryPass:
         trunk_inclusive: whether the anchor's own row is seen.
         window: sliding window in tokens, or None.
         query_offset: int64 ``[G]``, or None for 0..G-1.
-        chunk_size: branches walked at a time where they are not every row, in order.
+        chunk_size: most branches walked at a time where they are not every row, in order.
     """
 
     def __init__(
@@ -103,6 +103,9 @@ class QueryPass:
         else:
             rows, branches = torch.sort(anchors.cpu(), stable=True)
         is_in_order = torch.equal(branches, torch.arange(branches.numel()))
+        # Of nearly equal size: a small one costs as many calls.
+        num_chunks = max(1, -(-rows.numel() // chunk_size))
+        chunk_size = max(1, -(-rows.numel() // num_chunks))
         self.chunks = []
         for begin in range(0, rows.numel(), chunk_size):
             part = slice(begin, min(begin + chunk_size, rows.numel()))
@@ -134,13 +137,9 @@ class QueryPass:
             x = rows.view(-1, num_queries, num_groups, num_kv_heads, *rows.shape[2:]).transpose(2, 3)
         return x.reshape(x.shape[0], num_queries, num_kv_heads * num_groups, *rows.shape[2:]).contiguous()
 
-    def is_last(self, source: int) -> bool:
-        """Return whether the step that holds a rank's keys is the last of a walk."""
-        return source == (self.layout.cp_rank + 1) % self.layout.cp_size
-
-    def is_final(self, plan: StepPlan) -> bool:
-        """Return whether a plan writes each row once and no other step follows: then no accumulator is needed."""
-        return self.layout.cp_size == 1 and plan.covers_all
+    def is_final(self, chunk: Chunk) -> bool:
+        """Return whether a walk writes each row once: then no accumulator is needed."""
+        return self.layout.cp_size == 1 and chunk.queries is None and self.trunk_inclusive
 
     def clear_padding(self, tensors: list[Tensor], fill: float) -> None:
         """Set the padding rows of tensors ``[B, ...]`` of an every-row pass, in place: nothing of them gets out."""
@@ -272,15 +271,21 @@ class PassInputs:
 
 
 def _attend_chunk(
-    inputs: PassInputs, plan: StepPlan, rows: Tensor, k: Tensor, v: Tensor, partial: tuple[Tensor, Tensor] | None
+    inputs: PassInputs,
+    plan: StepPlan,
+    is_final: bool,
+    rows: Tensor,
+    k: Tensor,
+    v: Tensor,
+    partial: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Return ``out [Q, heads, H]`` and ``lse [Q, heads]`` of a chunk's rows over one more shard of the trunk.
 
     Args:
+        is_final: the plan writes each row once, and no other step follows.
         partial: the same over earlier shards, overwritten; None before the first.
     """
     query_pass, dtype = inputs.query_pass, accumulator_dtype(rows.dtype)
-    is_final = query_pass.is_final(plan)
     is_whole = is_final and len(plan.calls) == 1
     if partial is None and not is_whole:
         new = torch.empty if plan.covers_all else torch.zeros
@@ -305,13 +310,14 @@ def forward_pass(inputs: PassInputs, sinks: Tensor | None) -> tuple[Tensor, Tens
     query_pass, q = inputs.query_pass, inputs.q
     partials: dict[int, tuple[Tensor, Tensor]] = {}
     results: list[Tensor | None] = [None, None]
+    last_source = (query_pass.layout.cp_rank + 1) % query_pass.layout.cp_size
 
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> None:
         for index, chunk in enumerate(query_pass.chunks):
             rows = query_pass.to_rows(chunk.take(q), chunk)
             plan = query_pass.plan(chunk, source, bases)
-            partial = _attend_chunk(inputs, plan, rows, k, v, partials.pop(index, None))
-            if not query_pass.is_last(source):
+            partial = _attend_chunk(inputs, plan, query_pass.is_final(chunk), rows, k, v, partials.pop(index, None))
+            if source != last_source:
                 partials[index] = partial
                 continue
             del rows
@@ -349,23 +355,36 @@ def backward_pass(
     num_parts = 0 if branch is None else len(branch.keys)
     results: list[Tensor | None] = [None] * (1 + 2 * num_parts)
 
+    def take(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return chunk.take(q), *_clear_empty_rows(chunk.take(dout), chunk.take(lse)), chunk.take(out)
+
+    def add_branch(chunk: Chunk, dq: Tensor | None) -> Tensor | None:
+        keys = inputs.take_branch(chunk)
+        if keys is None:
+            return dq
+        chunk_q, chunk_dout, chunk_lse, chunk_out = take(chunk)
+        dq, dkeys, dvalues = finish_backward(dq, chunk_dout, chunk_q, chunk_out, chunk_lse, keys, inputs.scale)
+        parts = zip(results[1:], (*dkeys, *dvalues), strict=True)
+        results[1:] = [chunk.put(x, part, q.shape[0]) for x, part in parts]
+        return dq
+
+    def prepare() -> None:
+        for index, chunk in enumerate(query_pass.chunks):
+            if not query_pass.is_final(chunk) and (dq := add_branch(chunk, None)) is not None:
+                sums[index] = query_pass.to_rows(dq, chunk)
+
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Iterator[Contribution]:
         for index, chunk in enumerate(query_pass.chunks):
-            given = chunk.take(q), *_clear_empty_rows(chunk.take(dout), chunk.take(lse)), chunk.take(out)
             plan = query_pass.plan(chunk, source, bases)
-            dq = yield from _differentiate_chunk(inputs, plan, chunk, given, k, v, sums.pop(index, None))
-            if not query_pass.is_last(source):
+            dq = yield from _differentiate_chunk(inputs, plan, chunk, take(chunk), k, v, sums.pop(index, None))
+            if source != query_pass.layout.cp_rank:
                 sums[index] = dq
                 continue
             dq = query_pass.from_rows(dq, chunk)
-            chunk_q, chunk_dout, chunk_lse, chunk_out = given
-            dq, dkeys, dvalues = finish_backward(
-                dq, chunk_dout, chunk_q, chunk_out, chunk_lse, inputs.take_branch(chunk), inputs.scale
-            )
-            parts = [dq, *dkeys, *dvalues]
-            results[:] = [chunk.put(x, part, q.shape[0]) for x, part in zip(results, parts, strict=True)]
+            dq = add_branch(chunk, dq) if query_pass.is_final(chunk) else dq.to(q.dtype)
+            results[0] = chunk.put(results[0], dq, q.shape[0])
 
-    dtrunk = inputs.shards.backward(visit)
+    dtrunk = inputs.shards.backward(visit, prepare)
     templates = [q] if branch is None else [q, *branch.keys, *branch.values]
     grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(templates, results, strict=True)]
     query_pass.clear_padding(grads, 0.0)
@@ -389,7 +408,7 @@ def _differentiate_chunk(
     """
     query_pass = inputs.query_pass
     q_rows, dout_rows, lse_rows, out_rows = (query_pass.to_rows(x, chunk) for x in given)
-    is_final = query_pass.is_final(plan)
+    is_final = query_pass.is_final(chunk)
     if dq is None and not (is_final and len(plan.calls) == 1):
         dq_dtype = q_rows.dtype if is_final else accumulator_dtype(q_rows.dtype)
         dq = torch.zeros(q_rows.shape, dtype=dq_dtype, device=q_rows.device)

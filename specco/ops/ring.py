@@ -1,20 +1,24 @@
 """How a trunk's keys and values meet the queries of every rank: round the ring, or gathered once.
 
 Both classes offer the same two walks over the shards that this rank may see. ``forward(visit)`` calls
-``visit(source, k, v, bases)`` for each, own shard first; ``backward(visit)`` does the same, takes the contributions to
-dK and dV that ``visit`` yields, one by one, and sees to it that they arrive at their owners.
+``visit(source, k, v, bases)`` for each, own shard first. ``backward(visit, prepare)`` calls ``prepare`` and then
+``visit`` for each, own shard last, takes the contributions to dK and dV that ``visit`` yields, one by one, and sees to
+it that they arrive at their owners.
 
-Ring, cp_size = 4, seen from rank r (K/V move to r + 1; dK/dV start at the first remote rank and follow them)::
+Ring, cp_size = 4, seen from rank r. K/V move to r + 1; dK/dV start at the first remote rank and follow them. Each
+exchange is under way while the step before it computes: backward's first one of K/V beside ``prepare``, which is the
+branches' own keys, and the last one of dK/dV, twice as large, beside the own shard::
 
-    step         0          1          2          3
-    computes     r          r - 1      r - 2      r - 3      K/V shard, while the next one is under way
-    dK/dV                   begin      add        add        then home to r + 1 = owner of shard r - 3
+    step                0          1          2          3          4
+    forward computes    r          r - 1      r - 2      r - 3
+    backward computes   prepare    r - 1      r - 2      r - 3      r
+    dK/dV                          begin      add        add        home from r + 1, add the own part
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,90 +134,89 @@ class RingShards:
         rank, size = self.layout.cp_rank, self.layout.cp_size
         return (rank + 1) % size, (rank - 1) % size
 
-    def _walk(self, visit: Callable[[int, int, Tensor, Tensor], None]) -> None:
-        """Call ``visit(step, source, k, v)`` for each shard, the next one's exchange already under way."""
-        size = self.layout.cp_size
-        if self.group is None:
-            visit(0, 0, self.k, self.v)
-            return
-        comm = RingComm(self.group, self.counters)
-        following, preceding = self._neighbours()
+    def _walk_remote(
+        self, group: dist.ProcessGroup, before: Callable[[], None]
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield ``(source, k, v)`` of every other rank's shard, the next one's exchange under way, as in ``before``."""
+        size, (following, preceding) = self.layout.cp_size, self._neighbours()
+        comm = RingComm(group, self.counters)
         kv_held = _pack(self.k, self.v)
         kv_free = torch.empty_like(kv_held)
-        for step in range(size - 1):
-            comm.post([(kv_held, following)], [(kv_free, preceding)])
-            visit(step, (self.layout.cp_rank - step) % size, *_unpack(kv_held))
+        comm.post([(kv_held, following)], [(kv_free, preceding)])
+        before()
+        for step in range(1, size):
             comm.wait()
             kv_held, kv_free = kv_free, kv_held
-        del kv_free
-        visit(size - 1, (self.layout.cp_rank + 1) % size, *_unpack(kv_held))
+            if step < size - 1:
+                comm.post([(kv_held, following)], [(kv_free, preceding)])
+            else:
+                del kv_free
+            yield (self.layout.cp_rank - step) % size, *_unpack(kv_held)
 
     def forward(self, visit: ForwardVisit) -> None:
-        """Show every shard to ``visit``. Collective over the group."""
-        self._walk(lambda step, source, k, v: visit(source, k, v, self._bases))
+        """Show every shard to ``visit``, the own one first. Collective over the group."""
 
-    def backward(self, visit: BackwardVisit) -> tuple[Tensor, Tensor]:
-        """Show every shard to ``visit`` and return this rank's ``dk, dv [T, K, H]``. Collective over the group."""
-        shape, dtype = (2, *self.k.shape), accumulator_dtype(self.k.dtype)
-        own: list[Contribution] = []
-        buffers: list[Tensor] = []
-        comm = None if self.group is None else RingComm(self.group, self.counters)
-        following, preceding = self._neighbours()
+        def visit_own() -> None:
+            visit(self.layout.cp_rank, self.k, self.v, self._bases)
 
-        def collect(step: int, source: int, k: Tensor, v: Tensor) -> None:
-            contributions = visit(source, k, v, self._bases)
-            if step == 0:
-                own.extend(self._shorten(contributions))
-                return
-            assert comm is not None
-            if step == 1:
-                buffers.append(torch.zeros(shape, dtype=dtype, device=k.device))
-            else:
-                contributions = self._shorten(contributions)
-                comm.wait()
-            add_contributions(buffers[-1], contributions)
-            if step < self.layout.cp_size - 1:
-                send_on(comm)
+        if self.group is None:
+            visit_own()
+            return
+        for source, k, v in self._walk_remote(self.group, visit_own):
+            visit(source, k, v, self._bases)
 
-        def send_on(comm: RingComm) -> None:
-            # At most two sums live here: the one that leaves and the one that comes.
-            arriving = torch.empty_like(buffers[-1]) if len(buffers) == 1 else buffers.pop(0)
-            comm.post([(buffers[-1], following)], [(arriving, preceding)])
-            buffers.append(arriving)
+    def backward(self, visit: BackwardVisit, prepare: Callable[[], None]) -> tuple[Tensor, Tensor]:
+        """Show every shard to ``visit``, the own one last, and return this rank's ``dk, dv [T, K, H]``.
 
-        self._walk(collect)
-        if comm is not None and buffers:
-            # The last sum goes home here, when the keys and values are gone.
-            send_on(comm)
-            comm.wait()
-        elif self._covers_all(own):
-            return own[0][1].reshape(self.k.shape).to(self.k.dtype), own[0][2].reshape(self.k.shape).to(self.k.dtype)
-        total = buffers[-1] if buffers else torch.zeros(shape, dtype=dtype, device=self.k.device)
-        add_contributions(total, own)
+        Collective over the group.
+
+        Args:
+            prepare: called first, while the first exchange is under way.
+        """
+        if self.group is None:
+            prepare()
+            return self._add_up(iter(visit(self.layout.cp_rank, self.k, self.v, self._bases)))
+        comm, (following, preceding) = RingComm(self.group, self.counters), self._neighbours()
+        total, free = self._new_sum(), None
+        for source, k, v in self._walk_remote(self.group, prepare):
+            self._add_late(comm, total, visit(source, k, v, self._bases))
+            # At most two sums live: the one that leaves and the one that comes.
+            leaving, total = total, torch.empty_like(total) if free is None else free
+            comm.post([(leaving, following)], [(total, preceding)])
+            free = leaving
+            del leaving, k, v
+        del free
+        self._add_late(comm, total, visit(self.layout.cp_rank, self.k, self.v, self._bases))
         return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
 
-    def _covers_all(self, contributions: list[Contribution]) -> bool:
-        """Return whether one contribution is the whole gradient, row by row."""
-        rows = [rows for rows, _, _ in contributions]
-        return len(rows) == 1 and rows[0].is_contiguous and rows[0].num_rows == self.k.shape[0]
+    def _new_sum(self) -> Tensor:
+        return torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
 
-    def _shorten(self, contributions: Iterable[Contribution]) -> list[Contribution]:
-        """Return the contributions, summed into one as soon as they hold more rows than the shard."""
-        num_rows = max(1, self.k.shape[0])
-        held: list[Contribution] = []
-        for contribution in (remaining := iter(contributions)):
+    def _add_late(self, comm: RingComm, total: Tensor, contributions: Iterable[Contribution]) -> None:
+        """Add contributions to a sum that is under way: those to half the shard's rows are computed before the wait.
+
+        More would cover more of the exchange, but hold both sums and their own memory for longer.
+        """
+        contributions, held, num_rows = iter(contributions), [], 0
+        while 2 * num_rows < self.k.shape[0] and (contribution := next(contributions, None)) is not None:
             held.append(contribution)
-            if sum(rows.num_rows for rows, _, _ in held) > num_rows:
-                break
-        else:
-            return held
-        del contribution
-        total = torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
+            num_rows += contribution[0].num_rows
+        comm.wait()
         add_contributions(total, held)
         held.clear()
-        add_contributions(total, remaining)
-        every_row = RowSet(torch.tensor([0]), torch.tensor([self.k.shape[0]]))
-        return [(every_row, total[0].unsqueeze(0), total[1].unsqueeze(0))]
+        add_contributions(total, contributions)
+
+    def _add_up(self, contributions: Iterator[Contribution]) -> tuple[Tensor, Tensor]:
+        """Return the sums of dK and dV ``[T, K, H]``; a contribution that is the whole gradient is taken as it is."""
+        shape, dtype = self.k.shape, self.k.dtype
+        first, second = next(contributions, None), next(contributions, None)
+        if first is not None and second is None and first[0].is_contiguous and first[0].num_rows == shape[0]:
+            return first[1].reshape(shape).to(dtype), first[2].reshape(shape).to(dtype)
+        total = self._new_sum()
+        add_contributions(total, [part for part in (first, second) if part is not None])
+        del first, second
+        add_contributions(total, contributions)
+        return total[0].to(dtype), total[1].to(dtype)
 
 
 def find_needed_rows(
@@ -316,9 +319,11 @@ class GatheredShards:
                 self._comm.wait()
             visit(source, k, v, self._bases[source])
 
-    def backward(self, visit: BackwardVisit) -> None:
-        """Show every shard to ``visit`` and keep the sums of dK and dV. No collective."""
-        for source, k, v in self._shards():
+    def backward(self, visit: BackwardVisit, prepare: Callable[[], None]) -> None:
+        """Show every shard to ``visit`` after ``prepare``, the own one last, and keep dK and dV. No collective."""
+        prepare()
+        own, *others = self._shards()
+        for source, k, v in (*others, own):
             if source not in self._sums:
                 self._sums[source] = torch.zeros(2, *k.shape, dtype=accumulator_dtype(k.dtype), device=k.device)
             add_contributions(self._sums[source], visit(source, k, v, self._bases[source]))
