@@ -15,9 +15,9 @@ take turns, the order turning by one each time:
 
 cpu_s       CPU seconds of the busiest rank, forward and backward (time.process_time: all threads of the process)
 wall_s      seconds of the slowest rank; means something only where each rank has a core of its own
-peak_mib    growth of the resident peak during a step, median of three untimed ones before the timed ones (VmHWM, reset
-            through /proc/self/clear_refs, over VmRSS before it; malloc is told from the start to map every block of
-            64 KiB or more, so that freed memory leaves VmRSS at once)
+peak_mib    growth of the resident peak during a step, median of ``--memory-steps`` untimed ones before the timed ones
+            (VmHWM, reset through /proc/self/clear_refs, over VmRSS before it; malloc is told from the start to map
+            every block of 64 KiB or more, so that freed memory leaves VmRSS at once)
 saved_mib   what forward keeps for backward, its inputs too: storages that saved_tensors_hooks sees or our Trunk holds,
             each once
 sent_mib    bytes sent by a rank, the largest over ranks; wait_s: seconds that rank stood waiting
@@ -60,7 +60,6 @@ from specco.ops.passes import build_query_pass, count_pairs
 
 MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-MEMORY_STEPS = 3
 FIGURES = ("cpu_s", "wall_s", "peak_mib", "saved_mib", "sent_mib", "wait_s")
 
 
@@ -276,7 +275,7 @@ def measure_memory(case: Case, variant, local) -> dict[str, float]:
     return {"peak_mib": peak / MIB, "saved_mib": sum(saved.values()) / MIB}
 
 
-def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> list[dict]:
+def bench_case(case: Case, variants: list[str], repeats: int, memory_steps: int, groups: dict) -> list[dict]:
     """Interleave the variants; return this rank's figures of every (variant, repeat). Collective."""
     inputs, rank = case.draw_inputs(), dist.get_rank()
     built = {}
@@ -287,13 +286,13 @@ def bench_case(case: Case, variants: list[str], repeats: int, groups: dict) -> l
     rows: list[dict] = []
     for variant, local in built.values():
         time_step(case, variant, local)
-    memory = [{name: measure_memory(case, *built[name]) for name in variants} for _ in range(MEMORY_STEPS)]
+    memory = [{name: measure_memory(case, *built[name]) for name in variants} for _ in range(memory_steps)]
     map_blocks_from(32 * MIB)
     for repeat in range(repeats):
         turn = repeat % len(variants)
         for name in variants[turn:] + variants[:turn]:
             rows.append({"variant": name, "repeat": repeat, **time_step(case, *built[name])})
-    return [row | memory[row["repeat"] % MEMORY_STEPS][str(row["variant"])] for row in rows]
+    return [row | memory[row["repeat"] % memory_steps][str(row["variant"])] for row in rows]
 
 
 def worker(rank: int, case: Case, store: str, options: argparse.Namespace, out: str) -> None:
@@ -306,7 +305,7 @@ def worker(rank: int, case: Case, store: str, options: argparse.Namespace, out: 
         results = check_case(case, variants, groups)
     else:
         per_rank: list = [None] * case.cp
-        dist.all_gather_object(per_rank, bench_case(case, variants, options.repeats, groups))
+        dist.all_gather_object(per_rank, bench_case(case, variants, options.repeats, options.memory_steps, groups))
         results = reduce_ranks(case, per_rank)
     if rank == 0:
         Path(out).write_text(json.dumps(results))
@@ -412,6 +411,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--variants", nargs="+", help="all of them when not given")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--memory-steps", type=int, default=3)
     parser.add_argument("--check", action="store_true", help="compare with the dense oracle instead of timing")
     parser.add_argument("--pairs", action="store_true", help="print the balance of (query, key) pairs instead")
     parser.add_argument("--plot", type=Path, help="image of the ratios")
