@@ -12,7 +12,7 @@ from specco.ops.branch_keys import BranchKeys, finish_backward, finish_forward
 from specco.ops.kernels import Backend
 from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
-from specco.ops.plan import QueryRows, StepPlan, plan_anchored, plan_every_row
+from specco.ops.plan import Call, QueryRows, StepPlan, plan_anchored, plan_every_row
 from specco.ops.ring import Contribution, GatheredShards, RingShards
 
 _NUM_KEPT_PASSES = 8
@@ -20,6 +20,9 @@ _NUM_KEPT_PASSES = 8
 # less memory and make more calls, and below 768 query rows the CPU's kernel is a fifth slower.
 _CHUNK_ELEMENTS = {"cpu": 3 * 2**16}
 _DEFAULT_CHUNK_ELEMENTS = 2**26
+# Elements of the queries of a call on the CPU, whose kernel copies all it gets heads-major; never less than what reads
+# one key head. A GPU's kernels copy nothing.
+_CALL_ELEMENTS = {"cpu": 2**18}
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,15 @@ class QueryPass:
     def is_final(self, chunk: Chunk) -> bool:
         """Return whether a walk writes each row once: then no accumulator is needed."""
         return self.layout.cp_size == 1 and chunk.queries is None and self.trunk_inclusive
+
+    def split_heads(self, call: Call, rows: Tensor) -> list[tuple[slice, slice]]:
+        """Return which heads of ``rows [Q, heads, H]`` go into one kernel call, and which key heads they read."""
+        heads_each = rows.shape[1] // self.num_kv_heads
+        elements = call.q_rows.shape[0] * call.q_rows.shape[1] * heads_each * rows.shape[2]
+        limit = _CALL_ELEMENTS.get(rows.device.type, elements * self.num_kv_heads)
+        size = min(self.num_kv_heads, max(1, limit // max(1, elements)))
+        parts = [slice(begin, begin + size) for begin in range(0, self.num_kv_heads, size)]
+        return [(slice(part.start * heads_each, part.stop * heads_each), part) for part in parts]
 
     def clear_padding(self, tensors: list[Tensor], fill: float) -> None:
         """Set the padding rows of tensors ``[B, ...]`` of an every-row pass, in place: nothing of them gets out."""
@@ -286,21 +298,24 @@ def _attend_chunk(
         partial: the same over earlier shards, overwritten; None before the first.
     """
     query_pass, dtype = inputs.query_pass, accumulator_dtype(rows.dtype)
-    is_whole = is_final and len(plan.calls) == 1
-    if partial is None and not is_whole:
+    calls = [(call, *heads) for call in plan.calls for heads in query_pass.split_heads(call, rows)]
+    if partial is None and not (is_final and len(calls) == 1):
         new = torch.empty if plan.covers_all else torch.zeros
         out = new(rows.shape, dtype=rows.dtype if is_final else dtype, device=rows.device)
         partial = out, torch.full(rows.shape[:2], -torch.inf, dtype=dtype, device=rows.device)
-    for call in plan.calls:
+    for call, heads, kv_heads in calls:
         part_out, part_lse = query_pass.backend.forward(
-            call.q_rows.take(rows), call.k_rows.take(k), call.k_rows.take(v), call.mask.to(rows.device), inputs.scale
+            call.q_rows.take(rows[:, heads]),
+            call.k_rows.take(k[:, kv_heads]),
+            call.k_rows.take(v[:, kv_heads]),
+            call.mask.to(rows.device),
+            inputs.scale,
         )
         if partial is None:
             partial = part_out.flatten(0, 1), part_lse.flatten(0, 1)
-        elif call.is_first:
-            call.q_rows.write(*partial, part_out, part_lse)
-        else:
-            call.q_rows.merge(*partial, part_out, part_lse)
+            continue
+        add = call.q_rows.write if call.is_first else call.q_rows.merge
+        add(partial[0][:, heads], partial[1][:, heads], part_out, part_lse)
     assert partial is not None
     return partial
 
@@ -409,25 +424,26 @@ def _differentiate_chunk(
     query_pass = inputs.query_pass
     q_rows, dout_rows, lse_rows, out_rows = (query_pass.to_rows(x, chunk) for x in given)
     is_final = query_pass.is_final(chunk)
-    if dq is None and not (is_final and len(plan.calls) == 1):
+    calls = [(call, *heads) for call in plan.calls for heads in query_pass.split_heads(call, q_rows)]
+    if dq is None and not (is_final and len(calls) == 1):
         dq_dtype = q_rows.dtype if is_final else accumulator_dtype(q_rows.dtype)
         dq = torch.zeros(q_rows.shape, dtype=dq_dtype, device=q_rows.device)
-    for call in plan.calls:
+    for call, heads, kv_heads in calls:
         part_dq, part_dk, part_dv = query_pass.backend.backward(
-            call.q_rows.take(dout_rows),
-            call.q_rows.take(q_rows),
-            call.k_rows.take(k),
-            call.k_rows.take(v),
-            call.q_rows.take(out_rows),
-            call.q_rows.take(lse_rows),
+            call.q_rows.take(dout_rows[:, heads]),
+            call.q_rows.take(q_rows[:, heads]),
+            call.k_rows.take(k[:, kv_heads]),
+            call.k_rows.take(v[:, kv_heads]),
+            call.q_rows.take(out_rows[:, heads]),
+            call.q_rows.take(lse_rows[:, heads]),
             call.mask.to(k.device),
             inputs.scale,
         )
         if dq is None:
             dq = part_dq.flatten(0, 1)
         else:
-            call.q_rows.add_to(dq, part_dq)
-        contribution = call.k_rows, part_dk, part_dv
+            call.q_rows.add_to(dq[:, heads], part_dq)
+        contribution = call.k_rows, kv_heads, part_dk, part_dv
         del part_dq, part_dk, part_dv
         yield contribution
         del contribution

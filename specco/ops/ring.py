@@ -29,8 +29,8 @@ from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
 from specco.ops.rows import RowSet, as_dense
 
-Contribution = tuple[RowSet, Tensor, Tensor]
-"""Rows of a shard with the gradients of their keys and values, ``[b, n, K, H]`` each."""
+Contribution = tuple[RowSet, slice, Tensor, Tensor]
+"""Rows of a shard, some of its heads, and the gradients of their keys and values, ``[b, n, heads, H]`` each."""
 
 ForwardVisit = Callable[[int, Tensor, Tensor, Tensor], None]
 BackwardVisit = Callable[[int, Tensor, Tensor, Tensor], Iterable[Contribution]]
@@ -107,9 +107,9 @@ def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
 
 def add_contributions(total: Tensor, contributions: Iterable[Contribution]) -> None:
     """Add the gradients of some rows to ``total [2, T, K, H]``; each may go before the next one is made."""
-    for rows, dk, dv in contributions:
-        rows.add_to(total[0], dk)
-        rows.add_to(total[1], dv)
+    for rows, heads, dk, dv in contributions:
+        rows.add_to(total[0, :, heads], dk)
+        rows.add_to(total[1, :, heads], dv)
         del dk, dv
 
 
@@ -193,14 +193,14 @@ class RingShards:
         return torch.zeros(2, *self.k.shape, dtype=accumulator_dtype(self.k.dtype), device=self.k.device)
 
     def _add_late(self, comm: RingComm, total: Tensor, contributions: Iterable[Contribution]) -> None:
-        """Add contributions to a sum that is under way: those to half the shard's rows are computed before the wait.
+        """Add contributions to a sum that is under way: those to half the shard are computed before the wait.
 
         More would cover more of the exchange, but hold both sums and their own memory for longer.
         """
-        contributions, held, num_rows = iter(contributions), [], 0
-        while 2 * num_rows < self.k.shape[0] and (contribution := next(contributions, None)) is not None:
+        contributions, held, elements = iter(contributions), [], 0
+        while 2 * elements < self.k.numel() and (contribution := next(contributions, None)) is not None:
             held.append(contribution)
-            num_rows += contribution[0].num_rows
+            elements += contribution[2].numel()
         comm.wait()
         add_contributions(total, held)
         held.clear()
@@ -210,8 +210,8 @@ class RingShards:
         """Return the sums of dK and dV ``[T, K, H]``; a contribution that is the whole gradient is taken as it is."""
         shape, dtype = self.k.shape, self.k.dtype
         first, second = next(contributions, None), next(contributions, None)
-        if first is not None and second is None and first[0].is_contiguous and first[0].num_rows == shape[0]:
-            return first[1].reshape(shape).to(dtype), first[2].reshape(shape).to(dtype)
+        if first is not None and second is None and first[0].is_contiguous and first[2].numel() == self.k.numel():
+            return first[2].reshape(shape).to(dtype), first[3].reshape(shape).to(dtype)
         total = self._new_sum()
         add_contributions(total, [part for part in (first, second) if part is not None])
         del first, second

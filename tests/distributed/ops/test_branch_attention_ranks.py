@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import ExitStack
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,8 +14,11 @@ import torch.distributed as dist
 from helpers.attention_strategies import NUM_EXAMPLES, attention_cases, same_on_every_rank
 from hypothesis import given
 
+from specco.ops import passes
 from specco.ops.branch_attention import Trunk, branch_attention, ring_attention
+from specco.ops.kernels import CpuBackend
 from specco.ops.layout import PackedLayout
+from specco.ops.ring import RingComm
 from specco.testing.attention_cases import AttentionCase, compare_shard, make_inputs, run_op, run_oracle
 from specco.testing.distributed import GlooTestCase
 from specco.testing.tolerances import OP_FLOAT32, OP_FLOAT64, max_error
@@ -155,6 +160,42 @@ class BranchAttentionTests:
         self.assertLess(int(sent[1]), int(sent[0]))
         with self.assertRaisesRegex(ValueError, "window=None"):
             near.attend(q.unsqueeze(1), trunk_inclusive=True)
+
+    def test_exchanges_are_under_way_while_a_step_computes(self):
+        """Posted before the step's kernel, waited for after it, in forward, backward and on the last sum's way home."""
+        events: list[str] = []
+
+        def note(event: str, method, is_noted=lambda *args: True):
+            def noted(*args, **kwargs):
+                events.extend([event] if is_noted(*args) else [])
+                return method(*args, **kwargs)
+
+            return noted
+
+        num_rows, size = 16, self.world_size
+        layout = PackedLayout.build([0, num_rows * size], size, self.rank)
+        q, k, v, own = (torch.randn(num_rows, 1, 8).double().requires_grad_() for _ in range(4))
+        with ExitStack() as stack:
+            for owner, name, event in (
+                (CpuBackend, "forward", "compute"),
+                (CpuBackend, "backward", "compute"),
+                (passes, "finish_backward", "branch"),
+                (RingComm, "post", "post"),
+            ):
+                stack.enter_context(patch.object(owner, name, note(event, getattr(owner, name))))
+            waits = note("wait", RingComm.wait, lambda comm: bool(comm._works))
+            stack.enter_context(patch.object(RingComm, "wait", waits))
+            out = Trunk(k, v, layout, dist.group.WORLD, "ring").attend(
+                q.unsqueeze(1), own.unsqueeze(1), own.unsqueeze(1), trunk_inclusive=True
+            )
+            forward, events[:] = events[:], []
+            out.sum().backward()
+        posts = [["post"]] * (size - 2) + [[]]  # of keys and values; the last step has none to send on
+        rounds = [["wait", *post, "compute"] for post in posts]
+        self.assertEqual(forward, ["post", "compute", *itertools.chain(*rounds)])
+        arrivals = [[], *[["wait"]] * (size - 2)]  # of the sum of dK and dV, which begins at the first of them
+        rounds = [[*step, *arrival, "post"] for step, arrival in zip(rounds, arrivals, strict=True)]
+        self.assertEqual(events, ["post", "branch", *itertools.chain(*rounds), "compute", "wait"])
 
     def test_waiting_is_measured(self):
         trunk = self._run_passes(1, "ring", (64,))
