@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 tools/run_long_attention.py --tokens 65536 131072 262144
 
 One query head and one KV head of 64, bfloat16, ring mode, one thread a rank: EAGLE-3 with 3 passes, and DFlash with 64
-anchors and blocks of 16. Memory is the growth of the resident peak (VmHWM) over what was resident before the step.
+anchors and blocks of 16. Memory is the growth of the resident peak (VmHWM) over what was resident before the step,
+inputs included; freed blocks leave it at once, so that no run uses what an earlier one left in malloc's heap.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bench_branch_attention import MIB, map_blocks_from, read_status
 from torch import Tensor
 
 from specco.ops.branch_attention import Trunk
@@ -25,12 +27,6 @@ HEAD_DIM, BLOCK_SIZE, NUM_ANCHORS, TTT_STEPS = 64, 16, 64, 3
 
 def draw(*shape: int) -> Tensor:
     return torch.randn(shape).bfloat16().requires_grad_()
-
-
-def read_mib(key: str) -> float:
-    """Return a line of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) / 1024
 
 
 def run_eagle3(trunk: Trunk, num_rows: int) -> list:
@@ -53,6 +49,7 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", choices=["eagle3", "dflash"], default=["dflash", "eagle3"])
     options = parser.parse_args()
     torch.set_num_threads(1)
+    map_blocks_from(MIB // 16)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     for num_tokens in options.tokens:
@@ -61,13 +58,13 @@ def main() -> None:
             gc.collect()
             dist.barrier()
             Path("/proc/self/clear_refs").write_text("5")
-            resident, cpu, wall = read_mib("VmRSS"), time.process_time(), time.perf_counter()
+            resident, cpu, wall = read_status("VmRSS"), time.process_time(), time.perf_counter()
             k, v = draw(layout.num_rows, 1, HEAD_DIM), draw(layout.num_rows, 1, HEAD_DIM)
             trunk = Trunk(k, v, layout, dist.group.WORLD if size > 1 else None, "ring")
             outs = run_eagle3(trunk, layout.num_rows) if family == "eagle3" else run_dflash(trunk, layout)
             torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            growth = read_mib("VmHWM") - resident
+            growth = (read_status("VmHWM") - resident) / MIB
             assert k.grad is not None
             assert bool(k.grad.isfinite().all())
             print(
