@@ -84,6 +84,14 @@ class BranchAttentionTests:
             self._check(place(FAMILIES[family], LENGTHS), mode, torch.float64, OP_FLOAT64)
             self._check(place(FAMILIES[family], LENGTHS), mode, torch.float32, OP_FLOAT32)
 
+    def test_families_in_small_pieces_equal_the_oracle(self):
+        """A chunk of anchors, and a kernel call, of as little as can be: what long calls are cut to."""
+        small = {"cpu": 1}
+        with patch.dict(passes._CHUNK_ELEMENTS, small), patch.dict(passes._CALL_ELEMENTS, small):
+            for family, mode in itertools.product(FAMILIES, MODES):
+                case = replace(place(FAMILIES[family], LENGTHS), num_kv_heads=2)
+                self._check(case, mode, torch.float64, OP_FLOAT64)
+
     def test_odd_packings_equal_the_oracle(self):
         for lengths in ((1,), (2, 1), (257,), (5,) * 40):
             for family, mode in itertools.product(("eagle3_pass_3", "dflash"), ("ring", "gather")):

@@ -56,6 +56,17 @@ def test_long_documents_take_every_kind_of_block(mode: str, backend: str):
         check(case, mode, torch.float32, OP_FLOAT32, backend)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_small_pieces_equal_the_oracle(mode: str, monkeypatch):
+    """A kernel call a key head, and a chunk an anchor: what long calls are cut to."""
+    monkeypatch.setitem(passes._CALL_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(passes._CHUNK_ELEMENTS, "cpu", 1)
+    every_row = AttentionCase((60, 9), num_kv_heads=3, num_keys=2, has_sinks=True)
+    sampled = replace(every_row, anchors=(5, 61, 0, 5, 59), num_queries=2, trunk_inclusive=False)
+    for case in (every_row, replace(every_row, trunk_inclusive=False), replace(every_row, window=20), sampled):
+        check(case, mode, torch.float64, OP_FLOAT64)
+
+
 def test_bfloat16_stays_near_the_float32_oracle():
     """One rounding of the result is 2**-9 of it; values here are below 4."""
     case = AttentionCase((400, 30), num_kv_heads=2, head_dim=32, num_keys=3, query_offset=(3,), seed=1)
