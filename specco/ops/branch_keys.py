@@ -136,8 +136,9 @@ def finish_backward(
         ``dq``, in q's dtype where it was given, and one gradient for each tensor of keys and of values.
     """
     dtype = accumulator_dtype(q.dtype)
-    result = dq
-    if dq is None or dq.dtype != q.dtype:
+    if dq is not None and dq.dtype == q.dtype:
+        result = dq
+    else:
         result = torch.empty_like(q, dtype=dtype if dq is None else q.dtype, memory_format=torch.contiguous_format)
     dkeys = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in branch.keys]
     dvalues = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in branch.values]

@@ -373,10 +373,7 @@ def backward_pass(
     def take(chunk: Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return chunk.take(q), *_clear_empty_rows(chunk.take(dout), chunk.take(lse)), chunk.take(out)
 
-    def add_branch(chunk: Chunk, dq: Tensor | None) -> Tensor | None:
-        keys = inputs.take_branch(chunk)
-        if keys is None:
-            return dq
+    def add_branch(chunk: Chunk, keys: BranchKeys, dq: Tensor | None) -> Tensor:
         chunk_q, chunk_dout, chunk_lse, chunk_out = take(chunk)
         dq, dkeys, dvalues = finish_backward(dq, chunk_dout, chunk_q, chunk_out, chunk_lse, keys, inputs.scale)
         parts = zip(results[1:], (*dkeys, *dvalues), strict=True)
@@ -385,8 +382,9 @@ def backward_pass(
 
     def prepare() -> None:
         for index, chunk in enumerate(query_pass.chunks):
-            if not query_pass.is_final(chunk) and (dq := add_branch(chunk, None)) is not None:
-                sums[index] = query_pass.to_rows(dq, chunk)
+            keys = inputs.take_branch(chunk)
+            if keys is not None and not query_pass.is_final(chunk):
+                sums[index] = query_pass.to_rows(add_branch(chunk, keys, None), chunk)
 
     def visit(source: int, k: Tensor, v: Tensor, bases: Tensor) -> Iterator[Contribution]:
         for index, chunk in enumerate(query_pass.chunks):
@@ -396,8 +394,9 @@ def backward_pass(
                 sums[index] = dq
                 continue
             dq = query_pass.from_rows(dq, chunk)
-            dq = add_branch(chunk, dq) if query_pass.is_final(chunk) else dq.to(q.dtype)
-            results[0] = chunk.put(results[0], dq, q.shape[0])
+            if query_pass.is_final(chunk) and (keys := inputs.take_branch(chunk)) is not None:
+                dq = add_branch(chunk, keys, dq)
+            results[0] = chunk.put(results[0], dq.to(q.dtype), q.shape[0])
 
     dtrunk = inputs.shards.backward(visit, prepare)
     templates = [q] if branch is None else [q, *branch.keys, *branch.values]
