@@ -26,7 +26,6 @@ sent_mib    bytes sent by a rank, the largest over ranks; wait_s: seconds that r
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import gc
 import itertools
@@ -48,6 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from bench_baselines import AllGather, AllGatherPlan, Traffic
+from bench_memory import MIB, map_blocks_from, read_growth, reset_peak
 from bench_plot import plot_results
 from bench_usp import Usp, UspPlan
 from torch import Tensor
@@ -58,7 +58,6 @@ from specco.ops.layout import PackedLayout
 from specco.ops.naive import naive_branch_attention
 from specco.ops.passes import build_query_pass, count_pairs
 
-MIB = 2**20
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 FIGURES = ("cpu_s", "wall_s", "peak_mib", "saved_mib", "sent_mib", "wait_s")
 
@@ -232,27 +231,6 @@ def time_step(case: Case, variant, local) -> dict[str, float]:
     return {"cpu_s": cpu, "wall_s": wall, "sent_mib": traffic.bytes_sent / MIB, "wait_s": traffic.wait_s}
 
 
-def read_status(key: str) -> int:
-    """Bytes of a line of /proc/self/status, such as VmRSS."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {key}")
-
-
-def map_blocks_from(num_bytes: int) -> None:
-    """Tell malloc to map blocks of this size and more, each by itself; they then leave VmRSS when they are freed.
-
-    A block that malloc finds room for in its heap is not mapped, so a small limit must be set before the heap grows.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        raise RuntimeError("peak memory is measured with glibc's mallopt; this system has another C library")
-    mmap_threshold, trim_threshold = -3, -1
-    libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_threshold, num_bytes)
-    libc.mallopt(trim_threshold, 2 * num_bytes)
-
-
 def measure_memory(case: Case, variant, local) -> dict[str, float]:
     """Peak growth and saved bytes of one step, see the module's docstring. Collective."""
     clear_gradients(local)
@@ -264,15 +242,14 @@ def measure_memory(case: Case, variant, local) -> dict[str, float]:
 
     gc.collect()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = read_status("VmRSS")
+    resident = reset_peak()
     variant.note_held = note
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         outs = run_forward(case, variant, local)
     variant.note_held = None
     torch.autograd.backward(outs, local["grad"])
-    peak = read_status("VmHWM") - before
-    return {"peak_mib": peak / MIB, "saved_mib": sum(saved.values()) / MIB}
+    peak = read_growth(resident)
+    return {"peak_mib": peak, "saved_mib": sum(saved.values()) / MIB}
 
 
 def bench_case(case: Case, variants: list[str], repeats: int, memory_steps: int, groups: dict) -> list[dict]:
@@ -411,12 +388,15 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=DTYPES)
     parser.add_argument("--variants", nargs="+", help="all of them when not given")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory-steps", type=int, default=3)
+    parser.add_argument("--memory-steps", type=int, default=3, help="untimed steps of which peaks are the median")
     parser.add_argument("--check", action="store_true", help="compare with the dense oracle instead of timing")
     parser.add_argument("--pairs", action="store_true", help="print the balance of (query, key) pairs instead")
     parser.add_argument("--plot", type=Path, help="image of the ratios")
     parser.add_argument("--out", type=Path, help="JSON file of all figures")
     options = parser.parse_args()
+    for name in ("repeats", "memory_steps"):
+        if (given := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} {given}: at least 1 is allowed")
     cases = []
     for name, tokens, documents, cp, dtype in itertools.product(
         options.cases, options.tokens, options.documents, options.cp, options.dtype

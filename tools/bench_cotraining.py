@@ -22,6 +22,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from bench_memory import read_growth, reset_peak
 from torch.utils.flop_counter import FlopCounterMode
 
 from specco.titan import cpu_support
@@ -139,21 +140,13 @@ def time_pieces(learner: Learner, seconds: dict[str, float]) -> Iterator[None]:
 def measure_step(learner: Learner, tokens: PackedTokens) -> dict[str, float]:
     """Return CPU seconds and peak growth in MiB of one step, and the CPU seconds of its pieces."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts anew
-    before = _read_status("VmRSS")
+    resident = reset_peak()
     pieces: dict[str, float] = {}
     with time_pieces(learner, pieces):
         start = time.process_time()
         learner.step([tokens], GrpoLoss())
         seconds = time.process_time() - start
-    return {"seconds": seconds, "peak_mib": (_read_status("VmHWM") - before) / 1024, **pieces}
-
-
-def _read_status(name: str) -> int:
-    """Return a size of this process in KiB."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name))
+    return {"seconds": seconds, "peak_mib": read_growth(resident), **pieces}
 
 
 def compare(family: str, tokens: PackedTokens, repeats: int) -> dict[str, Any]:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_branch_attention import MIB, map_blocks_from, read_status
+from bench_memory import MIB, map_blocks_from, read_growth, reset_peak
 from torch import Tensor
 
 from specco.ops.branch_attention import Trunk
@@ -57,19 +56,18 @@ def main() -> None:
         for family in options.families:
             gc.collect()
             dist.barrier()
-            Path("/proc/self/clear_refs").write_text("5")
-            resident, cpu, wall = read_status("VmRSS"), time.process_time(), time.perf_counter()
+            resident, cpu, wall = reset_peak(), time.process_time(), time.perf_counter()
             k, v = draw(layout.num_rows, 1, HEAD_DIM), draw(layout.num_rows, 1, HEAD_DIM)
             trunk = Trunk(k, v, layout, dist.group.WORLD if size > 1 else None, "ring")
             outs = run_eagle3(trunk, layout.num_rows) if family == "eagle3" else run_dflash(trunk, layout)
             torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-            growth = (read_status("VmHWM") - resident) / MIB
+            growth = read_growth(resident)
             assert k.grad is not None
             assert bool(k.grad.isfinite().all())
             print(
                 f"{family} {num_tokens} tokens, rank {rank} of {size}: {wall:.1f} s wall, {cpu:.1f} s CPU, "
-                f"{growth:.0f} MiB growth, {trunk.counters.bytes / 2**20:.0f} MiB sent, "
+                f"{growth:.0f} MiB growth, {trunk.counters.bytes / MIB:.0f} MiB sent, "
                 f"{trunk.counters.wait_seconds:.1f} s waited",
                 flush=True,
             )
