@@ -144,14 +144,20 @@ class QueryPass:
         """Return whether a walk writes each row once: then no accumulator is needed."""
         return self.layout.cp_size == 1 and chunk.queries is None and self.trunk_inclusive
 
-    def split_heads(self, call: Call, rows: Tensor) -> list[tuple[slice, slice]]:
-        """Return which heads of ``rows [Q, heads, H]`` go into one kernel call, and which key heads they read."""
-        heads_each = rows.shape[1] // self.num_kv_heads
-        elements = call.q_rows.shape[0] * call.q_rows.shape[1] * heads_each * rows.shape[2]
-        limit = _CALL_ELEMENTS.get(rows.device.type, elements * self.num_kv_heads)
-        size = min(self.num_kv_heads, max(1, limit // max(1, elements)))
-        parts = [slice(begin, begin + size) for begin in range(0, self.num_kv_heads, size)]
-        return [(slice(part.start * heads_each, part.stop * heads_each), part) for part in parts]
+    def split_calls(self, plan: StepPlan, rows: Tensor) -> list[tuple[Call, slice, slice]]:
+        """Return a plan's kernel calls, each with its heads of ``rows [Q, heads, H]`` and the key heads they read."""
+        num_kv_heads, heads_each = self.num_kv_heads, rows.shape[1] // self.num_kv_heads
+        limit = _CALL_ELEMENTS.get(rows.device.type)
+        calls = []
+        for call in plan.calls:
+            size = num_kv_heads
+            if limit is not None:
+                elements = call.q_rows.shape[0] * call.q_rows.shape[1] * heads_each * rows.shape[2]
+                size = min(num_kv_heads, max(1, limit // max(1, elements)))
+            for begin in range(0, num_kv_heads, size):
+                end = min(begin + size, num_kv_heads)
+                calls.append((call, slice(begin * heads_each, end * heads_each), slice(begin, end)))
+        return calls
 
     def clear_padding(self, tensors: list[Tensor], fill: float) -> None:
         """Set the padding rows of tensors ``[B, ...]`` of an every-row pass, in place: nothing of them gets out."""
@@ -285,7 +291,7 @@ class PassInputs:
 def _attend_chunk(
     inputs: PassInputs,
     plan: StepPlan,
-    is_final: bool,
+    chunk: Chunk,
     rows: Tensor,
     k: Tensor,
     v: Tensor,
@@ -294,11 +300,11 @@ def _attend_chunk(
     """Return ``out [Q, heads, H]`` and ``lse [Q, heads]`` of a chunk's rows over one more shard of the trunk.
 
     Args:
-        is_final: the plan writes each row once, and no other step follows.
+        rows: the chunk's queries in kernel order, ``[Q, heads, H]``.
         partial: the same over earlier shards, overwritten; None before the first.
     """
     query_pass, dtype = inputs.query_pass, accumulator_dtype(rows.dtype)
-    calls = [(call, *heads) for call in plan.calls for heads in query_pass.split_heads(call, rows)]
+    is_final, calls = query_pass.is_final(chunk), query_pass.split_calls(plan, rows)
     if partial is None and not (is_final and len(calls) == 1):
         new = torch.empty if plan.covers_all else torch.zeros
         out = new(rows.shape, dtype=rows.dtype if is_final else dtype, device=rows.device)
@@ -331,7 +337,7 @@ def forward_pass(inputs: PassInputs, sinks: Tensor | None) -> tuple[Tensor, Tens
         for index, chunk in enumerate(query_pass.chunks):
             rows = query_pass.to_rows(chunk.take(q), chunk)
             plan = query_pass.plan(chunk, source, bases)
-            partial = _attend_chunk(inputs, plan, query_pass.is_final(chunk), rows, k, v, partials.pop(index, None))
+            partial = _attend_chunk(inputs, plan, chunk, rows, k, v, partials.pop(index, None))
             if source != last_source:
                 partials[index] = partial
                 continue
@@ -422,8 +428,7 @@ def _differentiate_chunk(
     """
     query_pass = inputs.query_pass
     q_rows, dout_rows, lse_rows, out_rows = (query_pass.to_rows(x, chunk) for x in given)
-    is_final = query_pass.is_final(chunk)
-    calls = [(call, *heads) for call in plan.calls for heads in query_pass.split_heads(call, q_rows)]
+    is_final, calls = query_pass.is_final(chunk), query_pass.split_calls(plan, q_rows)
     if dq is None and not (is_final and len(calls) == 1):
         dq_dtype = q_rows.dtype if is_final else accumulator_dtype(q_rows.dtype)
         dq = torch.zeros(q_rows.shape, dtype=dq_dtype, device=q_rows.device)
@@ -442,7 +447,7 @@ def _differentiate_chunk(
             dq = part_dq.flatten(0, 1)
         else:
             call.q_rows.add_to(dq[:, heads], part_dq)
-        contribution = call.k_rows, kv_heads, part_dk, part_dv
+        contribution = Contribution(call.k_rows, kv_heads, part_dk, part_dv)
         del part_dq, part_dk, part_dv
         yield contribution
         del contribution

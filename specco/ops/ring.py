@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,22 @@ from specco.ops.layout import PackedLayout
 from specco.ops.naive import accumulator_dtype
 from specco.ops.rows import RowSet, as_dense
 
-Contribution = tuple[RowSet, slice, Tensor, Tensor]
-"""Rows of a shard, some of its heads, and the gradients of their keys and values, ``[b, n, heads, H]`` each."""
+
+class Contribution(NamedTuple):
+    """What some queries add to the gradients of a shard.
+
+    Args:
+        rows: of the shard.
+        heads: key heads of the shard.
+        dk: ``[b, n, heads, H]``, in the inputs' dtype or the accumulator type.
+        dv: the same.
+    """
+
+    rows: RowSet
+    heads: slice
+    dk: Tensor
+    dv: Tensor
+
 
 ForwardVisit = Callable[[int, Tensor, Tensor, Tensor], None]
 BackwardVisit = Callable[[int, Tensor, Tensor, Tensor], Iterable[Contribution]]
@@ -137,7 +152,7 @@ class RingShards:
     def _walk_remote(
         self, group: dist.ProcessGroup, before: Callable[[], None]
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield ``(source, k, v)`` of every other rank's shard, the next one's exchange under way, as in ``before``."""
+        """Call ``before``, then yield ``(source, k, v)`` of each other rank, every time with the next under way."""
         size, (following, preceding) = self.layout.cp_size, self._neighbours()
         comm = RingComm(group, self.counters)
         kv_held = _pack(self.k, self.v)
@@ -177,15 +192,15 @@ class RingShards:
             prepare()
             return self._add_up(iter(visit(self.layout.cp_rank, self.k, self.v, self._bases)))
         comm, (following, preceding) = RingComm(self.group, self.counters), self._neighbours()
-        total, free = self._new_sum(), None
+        total, spare = self._new_sum(), None
         for source, k, v in self._walk_remote(self.group, prepare):
             self._add_late(comm, total, visit(source, k, v, self._bases))
-            # At most two sums live: the one that leaves and the one that comes.
-            leaving, total = total, torch.empty_like(total) if free is None else free
-            comm.post([(leaving, following)], [(total, preceding)])
-            free = leaving
-            del leaving, k, v
-        del free
+            # At most two sums live: the one that leaves, whose memory the next one takes, and the one that comes.
+            arriving = torch.empty_like(total) if spare is None else spare
+            comm.post([(total, following)], [(arriving, preceding)])
+            total, spare = arriving, total
+            del k, v
+        del spare
         self._add_late(comm, total, visit(self.layout.cp_rank, self.k, self.v, self._bases))
         return total[0].to(self.k.dtype), total[1].to(self.k.dtype)
 
@@ -200,7 +215,7 @@ class RingShards:
         contributions, held, elements = iter(contributions), [], 0
         while 2 * elements < self.k.numel() and (contribution := next(contributions, None)) is not None:
             held.append(contribution)
-            elements += contribution[2].numel()
+            elements += contribution.dk.numel()
         comm.wait()
         add_contributions(total, held)
         held.clear()
@@ -210,8 +225,8 @@ class RingShards:
         """Return the sums of dK and dV ``[T, K, H]``; a contribution that is the whole gradient is taken as it is."""
         shape, dtype = self.k.shape, self.k.dtype
         first, second = next(contributions, None), next(contributions, None)
-        if first is not None and second is None and first[0].is_contiguous and first[2].numel() == self.k.numel():
-            return first[2].reshape(shape).to(dtype), first[3].reshape(shape).to(dtype)
+        if first is not None and second is None and first.rows.is_contiguous and first.dk.numel() == self.k.numel():
+            return first.dk.reshape(shape).to(dtype), first.dv.reshape(shape).to(dtype)
         total = self._new_sum()
         add_contributions(total, [part for part in (first, second) if part is not None])
         del first, second

@@ -75,6 +75,13 @@ def test_calls_cover_each_visible_pair_once(is_sampled: bool, window: int | None
             assert torch.equal(hits, visible.long()), (rank, source)
 
 
+def test_chunks_are_of_nearly_equal_size():
+    layout = PackedLayout.build([0, 100])
+    for num_anchors, sizes in ((0, []), (24, [24]), (25, [13, 12]), (60, [20, 20, 20])):
+        chunks = build_pass(layout, torch.arange(num_anchors), 1, None, chunk_size=24).chunks
+        assert [chunk.queries.anchors.numel() for chunk in chunks if chunk.queries] == sizes
+
+
 def test_work_is_equal_and_little_is_wasted():
     """64 documents of 64 to 2,048 tokens at cp 4: visible pairs max/mean <= 1.02, computed/visible <= 1.05."""
     rng = random.Random(0)
